@@ -11,10 +11,9 @@ from pathlib import Path
 from .config import ConfigError, DflashError
 
 # %% auto #0
-__all__ = ['SCHEMA_VERSION', 'KINDS', 'SCHEMA', 'BEAT_BYTES', 'ASKS', 'Events', 'tail_events', 'read_events', 'latest',
-           'new_state', 'fold', 'process_identity', 'process_alive', 'code_version', 'environment', 'RunDirError',
-           'EventsLost', 'new_run_dir', 'write_json', 'usual_times', 'read_beat', 'read_state', 'ask',
-           'exception_fields', 'EventLog']
+__all__ = ['SCHEMA_VERSION', 'KINDS', 'SCHEMA', 'ASKS', 'Events', 'tail_events', 'read_events', 'latest', 'new_state', 'fold',
+           'process_identity', 'process_alive', 'code_version', 'environment', 'RunDirError', 'EventsLost',
+           'new_run_dir', 'write_json', 'usual_times', 'read_beat', 'read_state', 'ask', 'exception_fields', 'EventLog']
 
 # %% ../nbs/01_events.ipynb #01-events-008
 SCHEMA_VERSION = 1
@@ -56,7 +55,10 @@ def _encode(x) -> str:  # strict JSON, one line
     try: return _fast(x)
     except Exception:
         try: return _fast(_strict(x))
-        except Exception as e: return _fast({"kind": "warning", "text": f"event could not be written as JSON: {e!r}: {repr(x)[:500]}"})
+        except Exception as e: return _fast({**_simple(x), "text": f"could not be written as JSON: {type(e).__name__}: {e}"[:500]})
+
+def _simple(x) -> dict:
+    return {k: v for k, v in x.items() if isinstance(k, str) and (isinstance(v, (str, int)) or isinstance(v, float) and v - v == 0)} if isinstance(x, dict) else {}
 
 # %% ../nbs/01_events.ipynb #01-events-014
 def _restore(x):
@@ -73,13 +75,19 @@ def _decode(line: bytes):  # dict, or None if this is no event
     return _restore(e) if b'"NaN"' in line or b'Infinity"' in line else e
 
 # %% ../nbs/01_events.ipynb #01-events-019
+def _open(path, flags=0) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT | flags | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0), 0o644)
+
+def _torn(fd) -> bool:
+    if os.lseek(fd, 0, os.SEEK_END) == 0: return False
+    os.lseek(fd, -1, os.SEEK_END)
+    return os.read(fd, 1) != b"\n"
+
 class _Appender:
     "Append-only file: whole lines, one unbuffered write each, a torn line never swallows the next."
     def __init__(self, path):
-        self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_CLOEXEC", 0), 0o644)
-        self.lost, self.error = 0, None
-        size = os.fstat(self.fd).st_size
-        self.torn = size > 0 and os.pread(self.fd, 1, size - 1) != b"\n"
+        self.fd, self.lost, self.error = _open(path, os.O_APPEND), 0, None
+        self.torn = _torn(self.fd)
 
     def append(self, line: bytes):  # without newline
         "Write one line; a failure is counted in `lost` and kept in `error`."
@@ -171,11 +179,16 @@ def fold(
     state: dict,  # changed in place
     e: dict,      # the next event
 ):
-    "Take one event into the state; a new attempt starts afresh, and a line of an older attempt changes nothing."
+    "Take one event into the state; a new attempt starts afresh, a line of an older attempt or of a strange shape changes nothing."
+    try: _fold(state, e)
+    except (KeyError, TypeError, ValueError, AttributeError): state["counts"]["strange"] = state["counts"].get("strange", 0) + 1
+
+def _fold(state, e):
     kind, attempt = e["kind"], e.get("attempt", 0)
     if attempt < state["attempt"]: return
     if kind == "run_start":
-        state.update(new_state(), attempt=attempt, run=e)
+        kept = {k: x for k, x in state["last"].items() if k in ("checkpoint", "eval") and (x.get("step") or 0) <= (e.get("step") or 0)}
+        state.update(new_state(), attempt=attempt, run=e, last=kept)
     state["t"] = e["t"]
     state["counts"][kind] = state["counts"].get(kind, 0) + 1
     if kind == "step": return _fold_step(state, e)
@@ -310,22 +323,22 @@ def usual_times(
     return {k: statistics.median(v) for k, v in times.items()}
 
 # %% ../nbs/01_events.ipynb #01-events-052
-BEAT_BYTES = 1 << 16
-
 class _Beat:
     "File with one record, overwritten in place."
-    def __init__(self, path):
-        self.fd = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o644)
-        try: os.pwrite(self.fd, b" " * BEAT_BYTES, 0)
-        except OSError: pass
-        self.high = BEAT_BYTES
+    def __init__(self, path, room=1 << 16):  # bytes taken on the disk at once
+        self.fd, self.high = _open(path), 0
+        with contextlib.suppress(OSError): self._put(b" " * room)
+
+    def _put(self, data):
+        os.lseek(self.fd, 0, os.SEEK_SET)
+        os.write(self.fd, data)
 
     def write(self, record: dict, body: str):  # body: JSON
         data = body.encode()
         head = _encode({**record, "crc": zlib.crc32(data), "bytes": len(data)}).encode()
         whole = head + b"\n" + data + b"\n"
-        self.high = max(len(whole), min(self.high, (len(whole) + 4095)//4096*4096))
-        os.pwrite(self.fd, whole + b" " * (self.high - len(whole)), 0)
+        self.high = max(self.high, (len(whole) + 4095)//4096*4096)
+        self._put(whole.ljust(self.high))
 
     def close(self):
         if self.fd >= 0: os.close(self.fd)
@@ -351,15 +364,26 @@ def read_beat(
 def read_state(
     run_dir,
     fast: bool = True,  # start from the heartbeat's state instead of the first event?
-) -> tuple:             # (state, beat or None, Events folded on top)
-    "State of a run: that of the heartbeat, and every event after it."
-    beat = read_beat(run_dir) if fast else None
-    size = (Path(run_dir)/"events.jsonl").stat().st_size if (Path(run_dir)/"events.jsonl").exists() else 0
-    ok = beat is not None and beat.get("offset", 0) <= size
-    state = beat["state"] if ok else new_state()
-    rest = tail_events(run_dir, beat["offset"] if ok else 0)
-    for e in rest: fold(state, e)
-    return state, beat, rest
+) -> tuple:             # (state, beat or None, bytes of events folded on top)
+    "State of a run: that of the heartbeat, and every event after it. Memory does not grow with the file."
+    path, beat = Path(run_dir)/"events.jsonl", read_beat(run_dir) if fast else None
+    size = path.stat().st_size if path.exists() else 0
+    start = beat["offset"] if beat and beat.get("offset", 0) <= size else 0
+    state = beat["state"] if start else new_state()
+    return state, beat, _fold_file(state, path, start) if size else 0
+
+def _fold_file(state, path, start, near=1 << 20) -> int:
+    "Fold what follows `start`; plain steps further than `near` bytes from the end are only counted."
+    with open(path, "rb") as f:
+        end = f.seek(0, 2)
+        at = f.seek(start)
+        for line in f:
+            if not line.endswith(b"\n"): break
+            at += len(line)
+            if end - at > near and state["first"] and line.startswith(b'{"kind":"step"') and b'"skipped":true' not in line:
+                state["counts"]["step"] += 1
+            elif e := _decode(line): fold(state, e)
+    return at - start
 
 # %% ../nbs/01_events.ipynb #01-events-055
 ASKS = ("stop", "pause", "unpause", "checkpoint")
@@ -392,7 +416,7 @@ class _Log:
     def emit(self, kind: str, /, **fields):
         "Append one event; never raises (see `check`)."
         for k in _FIXED.intersection(fields): fields[k + "_"] = fields.pop(k)
-        line = _encode({"kind": kind, "t": round(time.time(), 4), "attempt": self.attempt, "v": SCHEMA_VERSION, **fields}).encode()
+        line = _encode({"kind": kind, "t": round(time.time(), 6), "attempt": self.attempt, "v": SCHEMA_VERSION, **fields}).encode()
         with self._lock:
             fold(self.state, _decode(line))
             self._file.append(line)
@@ -459,7 +483,29 @@ def exception_fields(
     return dict(type=type(exc).__name__, text=str(exc)[:2000], traceback=_short(text, limit), cuda=_is_cuda_error(exc))
 
 # %% ../nbs/01_events.ipynb #01-events-062
-class EventLog(_BeatingLog):
+class _SpeakingLog(_BeatingLog):
+    "The vocabulary: one method a kind."
+    def step(self, step: int, **metrics): self.emit("step", step=step, **metrics)
+    def eval(self, step: int, **metrics): self.emit("eval", step=step, **metrics)
+    def checkpoint(self, step: int, path, **more): self.emit("checkpoint", step=step, path=str(path), **more)
+    def warning(self, text: str, **more): self.emit("warning", text=text, **more)
+    def fallback(self, device, was: str, runs: str, reason): self.emit("fallback", device=str(device), was=was, runs=runs, reason=str(reason)[:2000])
+    def graph(self, device, what: str = "capture", **more): self.emit("graph", device=str(device), what=what, **more)
+    def pause(self): self.emit("pause")
+    def unpause(self): self.emit("unpause")
+    def stop(self, reason: str): self.emit("stop", reason=reason)
+
+    def exception(self, exc: BaseException, step=None, device=None, thread=None):
+        "Record an exception as text; the thread's name is the caller's unless given."
+        self.emit("exception", thread=thread or threading.current_thread().name, device=None if device is None else str(device), step=step, **exception_fields(exc))
+
+    def end(self, outcome: str, **more):  # finished | failed | stopped
+        "The last word of this attempt; heartbeats go on until `close`."
+        self.emit("run_end", outcome=outcome, elapsed=round(time.monotonic() - self.t0, 3), lost=self.lost, **more)
+        with contextlib.suppress(OSError): self.beat()
+
+# %% ../nbs/01_events.ipynb #01-events-072
+class EventLog(_SpeakingLog):
     "The writer of a run directory: a new attempt at each start, a heartbeat each second, one line an event."
     def __init__(self,
         run_dir,                     # created if absent; an earlier attempt there is continued
@@ -482,37 +528,22 @@ class EventLog(_BeatingLog):
         self.emit("run_start", run=run_dir.resolve().name, step=step, steps=steps, config=config, environment=env, **extra)
         self._thread.start()
 
-    def step(self, step: int, **metrics): self.emit("step", step=step, **metrics)
-    def eval(self, step: int, **metrics): self.emit("eval", step=step, **metrics)
-    def checkpoint(self, step: int, path, **more): self.emit("checkpoint", step=step, path=str(path), **more)
-    def warning(self, text: str, **more): self.emit("warning", text=text, **more)
-    def exception(self, exc, step=None, device=None, thread=None):
-        self.emit("exception", thread=thread or threading.current_thread().name, device=None if device is None else str(device), step=step, **exception_fields(exc))
-    def fallback(self, device, was: str, runs: str, reason): self.emit("fallback", device=str(device), was=was, runs=runs, reason=str(reason)[:2000])
-    def graph(self, device, what: str = "capture", **more): self.emit("graph", device=str(device), what=what, **more)
-    def stop(self, reason: str): self.emit("stop", reason=reason)
-    def pause(self): self.emit("pause")
-    def unpause(self): self.emit("unpause")
-    def end(self, outcome: str, **more):  # finished | failed | stopped
-        "The last word of this attempt."
-        self.emit("run_end", outcome=outcome, elapsed=round(time.monotonic() - self.t0, 3), lost=self.lost, **more)
-        with contextlib.suppress(OSError): self.beat()
-
     @contextlib.contextmanager
     def stage(self, name: str, **more):
         "Emit start, then end or failed, with the elapsed seconds of what runs inside; the usual time goes with the start."
-        t0, usual = time.monotonic(), self.usual.get(name)
-        self.emit("stage", stage=name, phase="start", usual=usual, **more)
+        t0, took = time.monotonic(), lambda: round(time.monotonic() - t0, 4)
+        self.emit("stage", stage=name, phase="start", usual=self.usual.get(name), **more)
         try: yield self
         except BaseException as e:
-            self.emit("stage", stage=name, phase="failed", elapsed=round(time.monotonic() - t0, 4), error=f"{type(e).__name__}: {e}"[:1000], **more)
+            self.emit("stage", stage=name, phase="failed", elapsed=took(), error=f"{type(e).__name__}: {e}"[:1000], **more)
             raise
-        self.emit("stage", stage=name, phase="end", elapsed=round(time.monotonic() - t0, 4), **more)
+        self.emit("stage", stage=name, phase="end", elapsed=took(), **more)
 
     def __enter__(self): return self
     def __exit__(self, kind, exc, tb):
-        if exc is not None and not isinstance(exc, (KeyboardInterrupt, SystemExit)) and self.state["outcome"] is None: self.exception(exc)
-        self.close("finished" if exc is None else "stopped" if isinstance(exc, (KeyboardInterrupt, SystemExit)) else "failed")
+        left = isinstance(exc, (KeyboardInterrupt, SystemExit))
+        if exc is not None and not left and self.state["outcome"] is None: self.exception(exc)
+        self.close("finished" if exc is None else "stopped" if left else "failed")
 
 # %% ../nbs/01_events.ipynb #01-events-063
 def _refuse_busy(run_dir, state, beat, fresh=30.):
