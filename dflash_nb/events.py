@@ -406,9 +406,9 @@ def _take_asks(run_dir) -> list:
 # %% ../nbs/01_events.ipynb #01-events-058
 class _Log:
     "Emit and heartbeat; `EventLog` adds the vocabulary."
-    def __init__(self, run_dir, attempt, beat):
-        self.run_dir, self.attempt, self.interval = Path(run_dir), attempt, beat
-        self.state, self.t0 = new_state(), time.monotonic()
+    def __init__(self, run_dir, before: dict, beat):  # before: state that earlier attempts left
+        self.run_dir, self.attempt, self.interval = Path(run_dir), before["attempt"] + 1, beat
+        self.state, self.t0 = before, time.monotonic()
         self._lock, self._stop, self._done = threading.RLock(), threading.Event(), threading.Event()
         self._asked, self._file, self._beat = [], _Appender(self.run_dir/"events.jsonl"), _Beat(self.run_dir/"heartbeat")
         self._thread, self._beat_error = threading.Thread(target=self._run, name="dflash-heartbeat", daemon=True), None
@@ -519,7 +519,7 @@ class EventLog(_SpeakingLog):
         run_dir = Path(run_dir); run_dir.mkdir(parents=True, exist_ok=True)
         before, beat_before, _ = read_state(run_dir)
         _refuse_busy(run_dir, before, beat_before)
-        super().__init__(run_dir, before["attempt"] + 1, beat)
+        super().__init__(run_dir, before, beat)
         config, env = config.to_dict() if hasattr(config, "to_dict") else config, environment(command)
         self.usual = usual_times(run_dir.resolve().parent)
         if config is not None: write_json(run_dir/"config.json", config)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import argparse, json, math, os, shutil, statistics, subprocess, sys, time
 from pathlib import Path
 from .config import DflashError
-from .events import RunDirError, latest, process_alive, read_events, read_state, _encode, _proc_stat, _strict
+from .events import RunDirError, latest, process_alive, read_events, read_state, _decode, _encode, _proc_stat, _strict
 
 # %% auto #0
 __all__ = ['STATES', 'RULES', 'Status', 'status', 'format_status', 'main_status', 'what_changed', 'Table', 'runs', 'Comparison',
@@ -156,7 +156,8 @@ def _sides(state) -> dict:
 
 def _checkpoint(state, now) -> dict|None:
     c = state["last"].get("checkpoint")
-    return dict(step=c.get("step"), path=c.get("path"), age=max(now - c["t"], 0.)) if c else None
+    if c: return dict(step=c.get("step"), path=c.get("path"), age=max(now - c["t"], 0.))
+    return dict(step=state["run"]["step"], path=None, age=None) if state["run"].get("step") else None  # the one it continued from
 
 # %% ../nbs/02_status.ipynb #02-status-023
 def status(
@@ -241,7 +242,8 @@ def _count_line(s) -> str:
     parts = [f"{s.exceptions} exceptions", f"{s.cuda_errors} CUDA errors", f"{s.compiled} compiles", graphs, f"{s.fallbacks} fallbacks", f"{s.warnings} warnings"]
     if s.skipped: parts.append(f"{s.skipped} steps refused")
     if s.compile_cache_bytes is not None: parts.append(f"compile cache {_big(s.compile_cache_bytes)}B")
-    parts.append(f"checkpoint {s.checkpoint['step']}, {_secs(s.checkpoint['age'])} ago" if s.checkpoint else "no checkpoint")
+    c = s.checkpoint
+    parts.append("no checkpoint" if not c else f"checkpoint {c['step']}" + (f", {_secs(c['age'])} ago" if c["age"] is not None else ""))
     return " | ".join(parts)
 
 def format_status(s: Status) -> str:
@@ -517,12 +519,19 @@ def _rule_fallback(v):
 def _ends(run_dir) -> list:  # (time, outcome, stage) of every attempt that ended, also of one that was killed
     "How each attempt of one run ended and the stage it had reached."
     out = []
-    for e in read_events(run_dir):
+    for e in _rare_events(run_dir):
         if e["kind"] == "run_start": out.append(dict(t=e["t"], outcome=None, open=[], failed=None))
         elif out and e["kind"] == "stage": _note_stage(out[-1], e)
         elif out and e["kind"] == "run_end": out[-1]["outcome"] = e.get("outcome")
     if out: out[-1]["outcome"] = out[-1]["outcome"] or status(run_dir, probe=False).state
     return [(a["t"], a["outcome"] or "killed", a["failed"] or (a["open"] or [None])[-1]) for a in out]
+
+def _rare_events(run_dir):
+    "Starts, stages and ends only; the other lines are not parsed."
+    wanted = tuple(f'{{"kind":"{k}"'.encode() for k in ("run_start", "stage", "run_end"))
+    with open(Path(run_dir)/"events.jsonl", "rb") as f:
+        for line in f:
+            if line.startswith(wanted) and (e := _decode(line)): yield e
 
 def _note_stage(attempt, e):
     "Keep the open stages of an attempt and the innermost that failed."
@@ -540,9 +549,8 @@ def _simpler(stage, config) -> str:
 # %% ../nbs/02_status.ipynb #02-status-059
 def _rule_same_stage(v, times=3, limit=20):
     "The same stage failed `times` times in a row, over the attempts of this run and of the newest runs beside it."
-    beside = sorted((p.parent for p in v.run_dir.resolve().parent.glob("*/events.jsonl")), key=lambda p: (p/"events.jsonl").stat().st_mtime)[-limit:]
-    ends = []
-    for p in {*beside, v.run_dir.resolve()}:
+    beside, ends = sorted((p.stat().st_mtime, p.parent) for p in v.run_dir.resolve().parent.glob("*/events.jsonl") if p.exists())[-limit:], []
+    for p in {*(p for _, p in beside), v.run_dir.resolve()}:
         try: ends += _ends(p)
         except (RunDirError, OSError): pass
     ends = [e for e in sorted(ends, key=lambda e: e[0]) if e[0] <= v.s.started and e[1] not in ("starting", "running", "paused")][-times:]

@@ -91,7 +91,7 @@ def tiny_config(family="qwen3", **changes):
 
 
 def tiny_model(family="qwen3", seed=0, **changes):
-    "Random float32 model in eval mode; norm weights and biases are moved off their neutral values so that mistakes show."
+    "Random float32 model in eval mode; norm weights and biases are moved off neutral so that mistakes show."
     from transformers import AutoModelForCausalLM
 
     with torch.random.fork_rng(devices=[]):
