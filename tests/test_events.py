@@ -420,3 +420,23 @@ def test_config_and_environment_are_recorded_without_secrets(tmp_path, monkeypat
 
 def test_fields_are_documented():
     assert set(ev.SCHEMA) == set(ev.KINDS) and all(isinstance(v, str) for v in ev.SCHEMA.values())
+
+
+def test_a_line_of_an_older_attempt_changes_nothing():
+    state = ev.new_state()
+    ev.fold(state, dict(kind="run_start", t=1.0, attempt=2))
+    before = repr(state)
+    ev.fold(state, dict(kind="step", t=2.0, attempt=1, step=99, loss=0.0))
+    assert repr(state) == before
+    ev.fold(state, dict(kind="step", t=2.0, attempt=2, step=1, loss=0.0))
+    assert state["step"]["step"] == 1
+
+
+def test_a_heartbeat_mixed_of_two_writes_is_not_believed(tmp_path):
+    with EventLog(tmp_path) as log:
+        log.step(7, loss=1.0)
+    whole = (tmp_path / "heartbeat").read_bytes()
+    (tmp_path / "heartbeat").write_bytes(whole.replace(b'"step":7', b'"step":8'))
+    assert read_beat(tmp_path) is None and read_state(tmp_path)[0]["step"]["step"] == 7
+    (tmp_path / "heartbeat").write_bytes(whole)
+    assert read_beat(tmp_path)["state"]["step"]["step"] == 7
