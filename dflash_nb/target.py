@@ -371,7 +371,8 @@ def check_target(
     except TypeError as e: raise TargetError(f"{who} cannot run packed rows ({_line(e)}): give a target that takes position_ids") from None
     if not gap < limit: raise TargetError(f"{who} mixes packed documents (a gap of {gap:.1e}): recurrent layers and position biases do that; give a target with plain attention")
     try: gap = cache_gap(target)
-    except (TypeError, AttributeError, ValueError) as e: raise TargetError(f"{who} has no cache that can be cropped ({_line(e)}): give a target with plain attention") from None
+    except torch.OutOfMemoryError: raise
+    except (TypeError, AttributeError, ValueError, RuntimeError) as e: raise TargetError(f"{who} has no cache that can be cropped ({_line(e)}): give a target with plain attention") from None
     if not gap < limit: raise TargetError(f"{who}: steps with a cropped cache differ from a full pass by {gap:.1e}: give a target with plain attention")
 
 def _line(error): return " ".join(str(error).split())[:200] or type(error).__name__
@@ -581,7 +582,7 @@ def _hub_unreachable():
 def _explain(name, kind, where, error, offline, doing):
     "One line for an error of the loading library."
     text = _line(error)
-    if "trust_remote_code" in text: return f"target {name!r} needs code from its own repository: pass trust_remote_code=True if you trust it"
+    if "trust_remote_code" in str(error): return f"target {name!r} needs code from its own repository: pass trust_remote_code=True if you trust it"
     if kind == "gguf": return f"cannot read GGUF file {str(where)!r} ({text}): it is damaged, cut short or of an unsupported kind; download it again"
     if kind == "folder": return f"cannot read {doing} of target folder {str(where)!r} ({text}): write it again with save_pretrained"
     lost = "the hub cannot be reached and its cache has no copy" if offline else f"the hub gave no {doing} ({text})"
