@@ -1,0 +1,353 @@
+"""Drafter: one block at a time by Hugging Face's own modules, train/decode parity, no view of the future, composition."""
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from dflash_nb.blocks import make_blocks
+from dflash_nb.config import ConfigError, DrafterConfig
+from dflash_nb.drafter import Drafter, Rope, flex_mask, pick_attention, rotate
+
+torch.set_num_threads(1)
+BACKENDS, LAYOUTS = ["eager", "sdpa", "dense", "flex"], ["anchor-first", "shifted"]
+ROPES = {"default": {}, "linear": dict(factor=4.0), "llama3": dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64),
+         "yarn": dict(factor=4.0, original_max_position_embeddings=64)}
+
+
+def config(**changes):
+    base = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16, intermediate_size=48, vocab_size=100,
+                rope_parameters=dict(rope_type="default", rope_theta=10000.0), target_layer_ids=(1, 3), num_target_layers=6, mask_token_id=99, block_size=4)
+    return DrafterConfig(**{**base, **changes})
+
+
+def drafter(cfg=None, attention="eager", dtype=torch.float32, scale=5.0):
+    "Weights larger than the init, so that attention is far from uniform."
+    d = Drafter(cfg or config(), attention, seed=1)
+    with torch.no_grad():
+        for p in d.parameters():
+            p.mul_(scale) if p.ndim > 1 else p.mul_(1 + 0.3 * torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())))
+    return d.to(dtype)
+
+
+def case(cfg=None, docs=(9, 11, 4), anchors=(2, 5, 10, 12, 14, 0), keep=(1, 1, 1, 1, 1, 0), layout="anchor-first", R=2, pad=3, seed=0):
+    "Rows of documents and padding, random features and embeddings."
+    cfg, g = cfg or config(), torch.Generator().manual_seed(seed)
+    doc = torch.cat([torch.full((n,), i) for i, n in enumerate(docs)] + [torch.full((pad,), -1)])
+    pos = torch.cat([torch.arange(n) for n in docs] + [torch.zeros(pad, dtype=torch.long)])
+    T = len(doc)
+    batch = SimpleNamespace(ids_RT=torch.randint(90, (R, T), generator=g), pos_RT=pos.expand(R, T), doc_RT=doc.expand(R, T), loss_RT=(doc >= 0).expand(R, T),
+                            anchors_RN=torch.tensor(anchors).expand(R, -1), keep_RN=torch.tensor(keep).bool().expand(R, -1))
+    table = torch.randn(cfg.vocab_size, cfg.hidden_size, generator=g)
+    feats = torch.randn(R, T, len(cfg.target_layer_ids) * cfg.target_hidden_size, generator=g)
+    return batch, make_blocks(batch, cfg.block_size, cfg.mask_token_id, layout), feats, table
+
+
+def run(d, batch, blocks, feats, table, attention):
+    "The training forward; 'dense' is sdpa in the form that CUDA uses."
+    if attention == "dense":
+        import dflash_nb.drafter as module
+        real = module._training_view
+        module._training_view = lambda rope, b, name, device: real(rope, b, name, SimpleNamespace(type="cuda"))
+        try:
+            return run(d, batch, blocks, feats, table, "sdpa")
+        finally:
+            module._training_view = real
+    return d(d.context(feats), batch.pos_RT, table[blocks.ids_RNB], blocks, attention)
+
+
+def one_block(d, feats_SF, pos_S, h_BD, pos_B):
+    "A block after its context, in float64 with transformers' Qwen3 functions and a loop over heads."
+    from transformers import Qwen3Config
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, Qwen3RotaryEmbedding, apply_rotary_pos_emb
+    cfg, w = d.cfg, {n: p.detach().double() for n, p in d.state_dict().items()}
+    def norm(x, name):
+        m = Qwen3RMSNorm(x.shape[-1], cfg.rms_norm_eps)
+        return w[name] * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + m.variance_epsilon)
+    rope = Qwen3RotaryEmbedding(Qwen3Config(head_dim=cfg.head_dim, hidden_size=cfg.hidden_size, num_attention_heads=cfg.num_attention_heads,
+                                            max_position_embeddings=cfg.max_position_embeddings, rope_parameters=dict(cfg.rope_parameters)))
+    cos, sin = rope(torch.zeros(1, dtype=torch.float64), torch.cat([pos_S, pos_B])[None])
+    S, E, H, K = len(pos_S), cfg.head_dim, cfg.num_attention_heads, cfg.num_key_value_heads
+    ctx, h = norm(feats_SF.double() @ w["fc.weight"].T, "hidden_norm.weight"), h_BD.double()
+    for i in range(cfg.num_hidden_layers):
+        p = f"layers.{i}."
+        x = norm(h, p + "input_layernorm.weight")
+        kv = torch.cat([ctx, x])
+        heads = lambda t, n: t.view(len(t), n, E).transpose(0, 1)[None]  # noqa: E731
+        q = norm(heads(x @ w[p + "self_attn.q_proj.weight"].T, H), p + "self_attn.q_norm.weight")
+        k = norm(heads(kv @ w[p + "self_attn.k_proj.weight"].T, K), p + "self_attn.k_norm.weight")
+        v = heads(kv @ w[p + "self_attn.v_proj.weight"].T, K)
+        q, _ = apply_rotary_pos_emb(q, q, cos[:, S:], sin[:, S:])
+        k, _ = apply_rotary_pos_emb(k, k, cos, sin)
+        y = torch.cat([(q[0, j] @ k[0, j * K // H].T * E**-0.5).softmax(-1) @ v[0, j * K // H] for j in range(H)], -1)
+        h = h + y @ w[p + "self_attn.o_proj.weight"].T
+        x = norm(h, p + "post_attention_layernorm.weight")
+        h = h + (torch.nn.functional.silu(x @ w[p + "mlp.gate_proj.weight"].T) * (x @ w[p + "mlp.up_proj.weight"].T)) @ w[p + "mlp.down_proj.weight"].T
+    return norm(h, "norm.weight")
+
+
+def kept(blocks):
+    return [(r, n) for r in range(blocks.keep_RN.shape[0]) for n in range(blocks.keep_RN.shape[1]) if blocks.keep_RN[r, n]]
+
+
+@pytest.mark.parametrize("changes", [{}, dict(num_key_value_heads=4), dict(num_key_value_heads=1, head_dim=24), dict(block_size=2),
+                                     dict(target_hidden_size=20, target_layer_ids=(1, 2, 3)), dict(rope_parameters=dict(rope_type="yarn", rope_theta=500.0, **ROPES["yarn"]))],
+                         ids=["gqa", "mha", "mqa", "B2", "width", "yarn"])
+def test_equals_one_block_at_a_time(changes):
+    cfg = config(**changes)
+    d = drafter(cfg)
+    batch, blocks, feats, table = case(cfg)
+    with torch.no_grad():
+        outs = {a: run(d, batch, blocks, feats, table, a) for a in BACKENDS}
+    for r, n in kept(blocks):
+        s, a = int(blocks.start_RN[r, n]), int(blocks.anchors_RN[r, n])
+        want = one_block(d, feats[r, s:a], batch.pos_RT[r, s:a], table[blocks.ids_RNB[r, n]], blocks.pos_RNB[r, n])
+        for name, out in outs.items():
+            assert (out[r, n] - want).abs().max() < 2e-5, name
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("attention", BACKENDS)
+def test_k1_a_served_block_equals_the_trained_one(attention, layout):
+    d = drafter(attention="sdpa" if attention == "dense" else attention)
+    batch, blocks, feats, table = case(layout=layout)
+    with torch.no_grad():
+        trained = run(d, batch, blocks, feats, table, attention)
+    for r, n in kept(blocks):
+        s, a = int(blocks.start_RN[r, n]), int(blocks.anchors_RN[r, n])
+        cache = d.new_cache(2)
+        for i in range(s, a, 3):
+            d.extend(cache, feats[r:r + 1, i:min(i + 3, a)], batch.pos_RT[r, i:min(i + 3, a)])
+        assert cache.length == a - s
+        h = table[blocks.ids_RNB[r, n]]
+        served = d.draft(h, blocks.pos_RNB[r, n], cache)
+        assert served.shape == h.shape and (served - trained[r, n]).abs().max() < 1e-5
+        again = d.draft(h[None], blocks.pos_RNB[r, n], cache)
+        assert torch.equal(again[0], served) and cache.length == a - s
+
+
+@pytest.mark.parametrize("attention", BACKENDS)
+def test_k2_the_future_changes_nothing(attention):
+    "Overlapping anchors 10, 12, 14 in the second document: a block moves only when something before its own anchor does."
+    d = drafter()
+    batch, blocks, feats, table = case()
+    for edge in (2, 10, 12, 14):
+        other = SimpleNamespace(**vars(batch))
+        at_anchor = torch.zeros(feats.shape[1], dtype=torch.bool)
+        at_anchor[batch.anchors_RN[0]] = True
+        other.ids_RT = torch.where((torch.arange(feats.shape[1]) >= edge) & ~at_anchor, (batch.ids_RT + 7) % 90, batch.ids_RT)
+        moved = feats.clone()
+        moved[:, edge:] += 3.0
+        with torch.no_grad():
+            a = run(d, batch, blocks, feats, table, attention)
+            b = run(d, other, make_blocks(other, 4, 99), moved, table, attention)
+        for r, n in kept(blocks):
+            s, anchor = int(blocks.start_RN[r, n]), int(blocks.anchors_RN[r, n])
+            same = torch.equal(a[r, n], b[r, n])
+            assert same == (anchor <= edge or anchor == s), (edge, anchor)
+
+
+@pytest.mark.parametrize("attention", BACKENDS)
+def test_other_blocks_and_documents_change_nothing(attention):
+    d = drafter()
+    batch, blocks, feats, table = case()
+    h = table[blocks.ids_RNB]
+    h2, feats2 = h.clone(), feats.clone()
+    h2[:, 3] += 1.0
+    feats2[:, :9] += 1.0
+    with torch.no_grad():
+        a = run(d, batch, blocks, feats, _Fixed(h), attention)
+        b = run(d, batch, blocks, feats2, _Fixed(h2), attention)
+    same = [torch.equal(a[0, n], b[0, n]) for n in range(5)]
+    assert same == [False, False, True, False, True]
+
+
+class _Fixed:
+    "Stands for an embedding table: gives the same rows whatever is asked."
+    def __init__(self, h): self.h = h
+    def __getitem__(self, ids): return self.h
+
+
+def gradient(d, batch, blocks, feats, table, attention, pick):
+    "Gradients of a fixed linear loss over the picked blocks (row, block), and their outputs."
+    d.zero_grad()
+    out = run(d, batch, blocks, feats, table, attention)
+    mine = torch.stack([out[r, n] for r, n in pick])
+    w = torch.randn(mine.shape, generator=torch.Generator().manual_seed(3), dtype=mine.dtype)
+    (mine * w.to(mine.device)).sum().backward()
+    return mine.detach(), torch.cat([p.grad.flatten() for p in d.parameters()])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("attention", ["eager", "sdpa", "dense"])
+def test_k3_alone_padded_batched_packed(attention, layout):
+    "A document of 11 tokens in four settings; all documents start with supervised text; gradients in float64."
+    d = drafter(dtype=torch.float64)
+    alone = case(docs=(11,), anchors=(1, 3, 5), keep=(1, 1, 1), R=1, pad=0, layout=layout)
+    ids, feats, table = alone[0].ids_RT[0], alone[2][0].double(), alone[3].double()
+    def place(docs, at, anchors, keep, pad, R, r):
+        batch, _, f, _ = case(docs=docs, anchors=anchors, keep=keep, pad=pad, R=R, seed=9)
+        f = f.double()
+        batch.ids_RT[r, at:at + 11], f[r, at:at + 11] = ids, feats
+        return batch, make_blocks(batch, 4, 99, layout), f, table
+    settings = [((alone[0], alone[1], alone[2].double(), table), [(0, 0), (0, 1), (0, 2)]),
+                (place((11,), 0, (0, 1, 3, 5), (0, 1, 1, 1), 6, 1, 0), [(0, 1), (0, 2), (0, 3)]),
+                (place((11, 9), 0, (1, 3, 5, 14), (1, 1, 1, 1), 0, 3, 1), [(1, 0), (1, 1), (1, 2)]),
+                (place((4, 11, 6), 4, (1, 5, 7, 9, 16), (1, 1, 1, 1, 1), 2, 2, 1), [(1, 1), (1, 2), (1, 3)])]
+    outs, grads = zip(*[gradient(d, *setting, attention, pick) for setting, pick in settings], strict=True)
+    labels = [torch.stack([s[1].labels_RNB[r, n] for r, n in pick]) for s, pick in settings]
+    for out, grad, label in zip(outs[1:], grads[1:], labels[1:], strict=True):
+        assert torch.allclose(out, outs[0], rtol=1e-10, atol=1e-12) and torch.equal(label, labels[0])
+        assert torch.allclose(grad, grads[0], rtol=1e-10, atol=1e-10)
+
+
+def test_gradients_agree_between_backends():
+    d = drafter()
+    args = case()
+    want = gradient(d, *args, "eager", kept(args[1]))[1]
+    for attention in ("sdpa", "dense"):
+        got = gradient(d, *args, attention, kept(args[1]))[1]
+        assert (got - want).norm() < 1e-5 * want.norm()
+
+
+@pytest.mark.parametrize("attention", BACKENDS)
+@pytest.mark.parametrize("every", [False, True])
+def test_dropped_blocks_are_exact_zeros(attention, every):
+    d = drafter()
+    batch, blocks, feats, table = case(keep=(0,) * 6 if every else (1, 0, 1, 0, 1, 0))
+    seen = []
+    for layer in d.layers:
+        layer.self_attn.o_proj.register_forward_pre_hook(lambda m, x: seen.append(x[0].detach()))
+    with torch.set_grad_enabled(attention != "flex"):
+        out = run(d, batch, blocks, feats, table, attention)
+    assert out.isfinite().all() and len(seen) == 2
+    drop = (~blocks.keep_RN).repeat_interleave(4, 1)
+    for y in seen:
+        assert (y[drop] == 0).all() and (y[~drop] != 0).all()
+    if attention != "flex":
+        out[~blocks.keep_RN].sum().backward(retain_graph=True)
+        for layer in d.layers:
+            assert (layer.self_attn.k_proj.weight.grad == 0).all() and (layer.self_attn.v_proj.weight.grad == 0).all()
+        assert all(p.grad.isfinite().all() for p in d.parameters() if p.grad is not None)
+
+
+def test_z_lab_tensor_names():
+    d = Drafter(config(num_hidden_layers=5, head_dim=24))
+    want = {"fc.weight": (32, 64), "hidden_norm.weight": (32,), "norm.weight": (32,)}
+    for i in range(5):
+        p = f"layers.{i}."
+        want |= {p + "input_layernorm.weight": (32,), p + "post_attention_layernorm.weight": (32,),
+                 p + "self_attn.q_proj.weight": (96, 32), p + "self_attn.k_proj.weight": (48, 32), p + "self_attn.v_proj.weight": (48, 32),
+                 p + "self_attn.o_proj.weight": (32, 96), p + "self_attn.q_norm.weight": (24,), p + "self_attn.k_norm.weight": (24,),
+                 p + "mlp.gate_proj.weight": (48, 32), p + "mlp.up_proj.weight": (48, 32), p + "mlp.down_proj.weight": (32, 48)}
+    assert {n: tuple(p.shape) for n, p in d.state_dict().items()} == want and len(want) == 58
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3, 4])
+def test_depths_are_finite(layers):
+    d = Drafter(config(num_hidden_layers=layers), "sdpa")
+    batch, blocks, feats, table = case()
+    out = run(d, batch, blocks, feats, table, None)
+    out.sum().backward()
+    assert out.isfinite().all() and all(p.grad.isfinite().all() for p in d.parameters())
+
+
+def test_init_is_seeded_and_reads_no_global_generator():
+    before = torch.get_rng_state()
+    a, b, c = Drafter(config(), seed=3), Drafter(config(), seed=3), Drafter(config(), seed=4)
+    assert torch.equal(before, torch.get_rng_state())
+    same = [torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True)]
+    assert all(same) and not torch.equal(a.fc.weight, c.fc.weight)
+    assert abs(a.fc.weight.std() - 0.02) < 2e-3 and (a.norm.weight == 1).all()
+
+
+@pytest.mark.parametrize("kind", ROPES)
+def test_rope_equals_transformers(kind):
+    from transformers import Qwen3Config
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding, apply_rotary_pos_emb
+    params = dict(rope_type=kind, rope_theta=10000.0, **ROPES[kind])
+    hf = Qwen3RotaryEmbedding(Qwen3Config(head_dim=16, hidden_size=32, num_attention_heads=4, max_position_embeddings=256, rope_parameters=dict(params)))
+    rope = Rope(config(rope_parameters=params, max_position_embeddings=256))
+    pos, q = torch.tensor([[0, 1, 17, 200]]), torch.randn(1, 4, 2, 16, generator=torch.Generator().manual_seed(0))
+    cos, sin = hf(q, pos)
+    want, _ = apply_rotary_pos_emb(q, q, cos, sin, unsqueeze_dim=2)
+    assert torch.allclose(rotate(q, rope(pos)), want, atol=1e-6)
+
+
+@pytest.mark.parametrize("move", [lambda d: d.bfloat16(), lambda d: d.to(torch.bfloat16), lambda d: d.half().float(), lambda d: d.double(),
+                                  lambda d: d.to("meta").to_empty(device="cpu")])
+def test_rope_frequencies_survive_casts(move):
+    want = Drafter(config()).rope.inv_freq.clone()
+    got = move(Drafter(config())).rope.inv_freq
+    assert got.dtype == torch.float32 and torch.equal(got, want)
+
+
+def test_unknown_rope_is_named():
+    with pytest.raises(ConfigError, match="rope"):
+        Drafter(config(rope_parameters=dict(rope_type="spiral", rope_theta=1e4)))
+
+
+@pytest.mark.parametrize("attention", BACKENDS)
+def test_bfloat16_weights_and_autocast(attention):
+    batch, blocks, feats, table = case()
+    with torch.no_grad():
+        want = run(drafter(), batch, blocks, feats, table, "eager")
+        cast = run(drafter(dtype=torch.bfloat16), batch, blocks, feats, table, attention)
+        with torch.autocast("cpu", torch.bfloat16):
+            auto = run(drafter(), batch, blocks, feats, table, attention)
+    for got in (cast, auto):
+        assert got.dtype == torch.bfloat16 and (got[blocks.keep_RN] - want[blocks.keep_RN]).norm() < 0.05 * want[blocks.keep_RN].norm()
+
+
+def test_a_large_feature_does_not_break_a_bfloat16_norm():
+    d = drafter(dtype=torch.bfloat16)
+    feats = torch.full((1, 3, 64), 3e19)
+    assert d.context(feats).isfinite().all()
+
+
+def test_mask_and_context_are_built_once(monkeypatch):
+    import dflash_nb.drafter as module
+    calls = []
+    monkeypatch.setattr(module, "flex_mask", lambda b: calls.append(1) or flex_mask(b))
+    d = drafter(config(num_hidden_layers=3))
+    fused = []
+    d.fc.register_forward_hook(lambda *a: fused.append(1))
+    with torch.no_grad():
+        run(d, *case(), "flex")
+    assert len(calls) == 1 and len(fused) == 1
+
+
+def test_bad_input_is_named():
+    d, (batch, blocks, feats, table) = drafter(), case()
+    with pytest.raises(ConfigError, match="flex.*CPU"):
+        run(d, batch, blocks, feats, table, "flex")
+    with pytest.raises(ConfigError, match="63 wide"):
+        d.context(feats[..., :-1])
+    with pytest.raises(ConfigError, match="fast"):
+        Drafter(config(), "fast")
+    assert pick_attention("auto", "cpu", True) == "sdpa" and pick_attention("auto", "cuda:1", True) == "flex"
+
+
+def test_cache_keeps_what_it_holds_when_it_grows():
+    d = drafter()
+    _, _, feats, table = case()
+    small, large = d.new_cache(1), d.new_cache(64)
+    for i in range(9):
+        d.extend(small, feats[:1, i:i + 1], torch.tensor([i]))
+    d.extend(large, feats[:1, :9], torch.arange(9))
+    for i in range(2):
+        for a, b in zip(small.view(i), large.view(i), strict=True):
+            assert a.shape == (1, 9, 2, 16) and torch.allclose(a, b, atol=1e-6)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="flex has its backward on CUDA only")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_flex_gradients_on_cuda(layout):
+    cfg = config(block_size=8, head_dim=32)
+    d = drafter(cfg).cuda()
+    batch, blocks, feats, table = case(cfg, docs=(150, 120), anchors=(*range(3, 260, 13),), keep=(1,) * 19 + (0,), layout=layout, pad=10)
+    args = [SimpleNamespace(**{k: v.cuda() for k, v in vars(batch).items()}), blocks.to("cuda"), feats.cuda(), table.cuda()]
+    out, want = gradient(d, *args, "eager", kept(blocks))
+    for attention in ("sdpa", "flex"):
+        got_out, got = gradient(d, *args, attention, kept(blocks))
+        assert (got_out - out).norm() < 1e-2 * out.norm() and (got - want).norm() < 1e-2 * want.norm()
