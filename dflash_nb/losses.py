@@ -53,8 +53,7 @@ def needs_teacher(
     cfg:TrainConfig, # loss, weighting, labels
 )->bool: # are the target's final states read?
     "Whether the loss reads the target's distribution or its argmax."
-    mix = loss_mix(cfg)
-    return bool(set(mix) - {"ce"}) or cfg.labels == "teacher" and ("ce" in mix or cfg.weighting == "dpace")
+    return bool(set(loss_mix(cfg)) - {"ce"}) or cfg.labels == "teacher"
 
 # %% ../nbs/08_losses.ipynb #08-losses-020
 def dpace_weights(
@@ -72,8 +71,7 @@ def dpace_weights(
 @lru_cache(maxsize=64)
 def _curve(block_size, layout, gamma, dtype, device):
     "Weights of the slots that carry loss, made once: a copy from the host inside a step would break graph capture."
-    with torch.inference_mode(False):
-        return slot_weights(block_size, layout, gamma, dtype)[first_slot(layout):].to(device)
+    return slot_weights(block_size, layout, gamma, dtype)[first_slot(layout):].to(device)
 
 def _weights(spec, conf_MS, valid_MS):
     "[M, S] weights of any weighting, 0 where the label does not count."
@@ -157,15 +155,15 @@ def teacher_states(
     return final_RTD[row, at_RNB.clamp(0, final_RTD.shape[1] - 1)]
 
 # %% ../nbs/08_losses.ipynb #08-losses-044
-def _teacher_log_probs(spec, head, teacher_MSD, valid_MS):
+def _teacher_log_probs(spec, head, teacher_MSD):
     "Teacher log-probabilities of a chunk, without gradient; None where nothing reads them."
     if not spec.teacher: return None
-    with torch.no_grad(): return _log_probs(head(torch.where(valid_MS[..., None], teacher_MSD, 0)))
+    with torch.no_grad(): return _log_probs(head(teacher_MSD))
 
 def _slots_loss(spec, head, h_MSD, y_MS, valid_MS, teacher_MSD):
     "`LossOut` of a chunk of blocks; its denominator is the sum of the weights."
     logits_MSV = head(torch.where(valid_MS[..., None], h_MSD, 0))
-    logq, logp = _log_probs(logits_MSV), _teacher_log_probs(spec, head, teacher_MSD, valid_MS)
+    logq, logp = _log_probs(logits_MSV), _teacher_log_probs(spec, head, teacher_MSD)
     y = logp.argmax(-1) if spec.teacher and spec.labels == "teacher" else y_MS
     nll = loss_terms["ce"](logq, logp, y)
     w = _weights(spec, (-nll.detach()).exp(), valid_MS)
