@@ -154,6 +154,7 @@ def _copy_norm(norm, device, dtype):
         remove_hook_from_module(new)
     return new.to(device=device, dtype=dtype).requires_grad_(False)
 
+# %% ../nbs/04_target.ipynb #04-target-029
 class EmbedHead(nn.Module):
     "Frozen embedding, final norm and head of a target: `embed(ids)`, `norm(h)`, `head(norm(h)) == logits`."
     def __init__(self, parts, device=None, dtype=None):
@@ -173,11 +174,11 @@ class EmbedHead(nn.Module):
 
     def head(self, h):
         "Normed hidden states [..., D] to logits [..., V], scale and soft-cap applied."
-        logits = F.linear(h, self.rows, self.bias)
+        logits = F.linear(h.to(self.rows.device), self.rows, self.bias)
         if self.logit_scale != 1.0: logits = logits * self.logit_scale
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
-# %% ../nbs/04_target.ipynb #04-target-029
+# %% ../nbs/04_target.ipynb #04-target-034
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3} # half types: see `_tolerance`
 
 def _tolerance(dtype): return _TOLERANCE.get(dtype, 6e-2)
@@ -193,35 +194,37 @@ def head_gap(
     seen:dict, # from `trace`
 )->float: # relative difference of logits
     "How far head(norm(last layer)) is from the model's logits."
-    return _gap(io.head(io.norm(seen["last"])), seen["logits"])
+    return _gap(io.head(io.norm(seen["last"].to(next(io.norm.parameters()).device))), seen["logits"])
 
-# %% ../nbs/04_target.ipynb #04-target-034
+# %% ../nbs/04_target.ipynb #04-target-037
 class _Stop(Exception):
     "Raised by a tap after the last layer that is needed."
 
+def _tap(local, i):
+    "A hook for layer i that does what its own thread wants, if anything."
+    def hook(module, args, output):
+        want = getattr(local, "want", None)
+        if want is None: return
+        slots, out, stop = want
+        if i in slots:
+            h = _tensor(output)
+            d = h.shape[-1]
+            out[..., slots[i] * d:(slots[i] + 1) * d].copy_(h)
+        if i == stop: raise _Stop
+    return hook
+
+# %% ../nbs/04_target.ipynb #04-target-038
 class Taps:
     "Forward hooks, one a tapped layer, that act only for the thread that listens."
     def __init__(self, layers):
         self.layers, self.handles = layers, {}
         self.lock, self.local = threading.Lock(), threading.local()
 
-    def _install(self, i):
-        def hook(module, args, output):
-            want = getattr(self.local, "want", None)
-            if want is None: return
-            slots, out, stop = want
-            if i in slots:
-                h = _tensor(output)
-                d = h.shape[-1]
-                out[..., slots[i] * d:(slots[i] + 1) * d].copy_(h)
-            if i == stop: raise _Stop
-        with self.lock:
-            if i not in self.handles: self.handles[i] = self.layers[i].register_forward_hook(hook)
-
     @contextlib.contextmanager
     def listen(self, layer_ids, out, stop=None):
         "Within, this thread's passes write layer outputs to `out` and end after layer `stop`."
-        for i in layer_ids: self._install(i)
+        with self.lock:
+            for i in set(layer_ids) - set(self.handles): self.handles[i] = self.layers[i].register_forward_hook(_tap(self.local, i))
         self.local.want = ({i: k for k, i in enumerate(layer_ids)}, out, stop)
         try: yield
         finally: self.local.want = None
@@ -232,7 +235,7 @@ class Taps:
             for h in self.handles.values(): h.remove()
             self.handles.clear()
 
-# %% ../nbs/04_target.ipynb #04-target-037
+# %% ../nbs/04_target.ipynb #04-target-042
 class Target:
     "A frozen target; make one with `load_target` or `Target.from_model`. `features` and `step` may run in several threads."
     def __init__(self, model, tokenizer, name, parts, notes):
@@ -245,11 +248,7 @@ class Target:
         if pad is None: pad = getattr(self.config, "pad_token_id", None)
         self.pad_id = pad if pad is not None else next(iter(self.eos_ids), 0)
 
-    def __repr__(self):
-        size = sum(p.numel() for p in self.model.parameters()) / 1e6
-        return (f"Target({self.name!r}: {type(self.model).__name__}, {size:.1f} M parameters, {self.num_layers} layers of {self.hidden_size}, "
-                f"{self.vocab_size} rows, {str(self.dtype)[6:]} on {self.device})")
-
+    def __repr__(self): return _describe(self)
     @classmethod
     def from_model(cls, model, tokenizer=None, name=""): return target_from_model(model, tokenizer, name, cls)
     def features(self, ids_RT, pos_RT=None, layer_ids=(), final=False, out=None): return tap_features(self, ids_RT, pos_RT, layer_ids, final, out)
@@ -262,7 +261,12 @@ class Target:
     def encode_prompt(self, messages, **template): return encode_prompt(self, messages, **template)
     def decode(self, ids, special=False): return decode_ids(self, ids, special)
 
-# %% ../nbs/04_target.ipynb #04-target-038
+# %% ../nbs/04_target.ipynb #04-target-045
+def _describe(t):
+    size = sum(p.numel() for p in t.model.parameters()) / 1e6
+    return (f"Target({t.name!r}: {type(t.model).__name__}, {size:.1f} M parameters, {t.num_layers} layers of {t.hidden_size}, "
+            f"{t.vocab_size} rows, {str(t.dtype)[6:]} on {t.device})")
+
 def _eos_ids(model, tokenizer):
     "Every id that ends a text: the tokenizer's and the generation config's."
     own = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
@@ -270,7 +274,7 @@ def _eos_ids(model, tokenizer):
     found = [getattr(tokenizer, "eos_token_id", None), *(own if isinstance(own, (list, tuple)) else [own])]
     return tuple(dict.fromkeys(int(i) for i in found if i is not None))
 
-# %% ../nbs/04_target.ipynb #04-target-042
+# %% ../nbs/04_target.ipynb #04-target-048
 def _check_layers(target, layer_ids):
     "Layer numbers as a tuple; raises `ConfigError` for numbers out of range or given twice."
     ids = tuple(int(i) for i in layer_ids)
@@ -279,6 +283,7 @@ def _check_layers(target, layer_ids):
     if len(set(ids)) < len(ids): raise ConfigError(f"layer_ids={list(ids)}: give each layer once")
     return ids
 
+# %% ../nbs/04_target.ipynb #04-target-055
 def tap_features(
     target:Target, # where to read
     ids_RT, # token ids, any device
@@ -299,7 +304,7 @@ def tap_features(
             h = _tensor(target.parts.decoder(input_ids=ids_RT, position_ids=pos_RT, attention_mask=None, use_cache=False))
     return out, (h.to(target.device).clone() if final else None)
 
-# %% ../nbs/04_target.ipynb #04-target-045
+# %% ../nbs/04_target.ipynb #04-target-060
 def cached_step(
     target:Target, # where to read
     ids_RT, # new token ids; all rows have the cache's length
@@ -315,8 +320,9 @@ def cached_step(
     out = torch.empty(R, T, target.hidden_size * len(layer_ids), dtype=target.dtype, device=target.device)
     with torch.inference_mode(), target.taps.listen(layer_ids, out):
         h = _tensor(target.parts.decoder(input_ids=ids_RT, position_ids=pos_RT, past_key_values=cache, use_cache=True))
-    with torch.no_grad(): return target._io.head(h[:, logits_from:]), out
+    with torch.no_grad(): return target._io.head(h[:, logits_from:]).to(target.device), out
 
+# %% ../nbs/04_target.ipynb #04-target-082
 def crop_cache(
     cache, # grown by `Target.step`
     length:int, # tokens to keep
@@ -326,7 +332,7 @@ def crop_cache(
     if surplus < 0 or length < 0: raise ValueError(f"cannot crop a cache of {cache.get_seq_length()} tokens to {length}")
     if surplus: cache.crop(-surplus)
 
-# %% ../nbs/04_target.ipynb #04-target-048
+# %% ../nbs/04_target.ipynb #04-target-086
 @torch.no_grad()
 def causal_gap(
     model, # transformers model
@@ -337,6 +343,7 @@ def causal_gap(
     "How much a prefix depends on what follows; 0 for a causal model."
     return _gap(model(input_ids=ids_RT[:, :cut], use_cache=False).logits, seen["logits"][:, :cut])
 
+# %% ../nbs/04_target.ipynb #04-target-088
 def packing_gap(
     target:Target, # to check
 )->float: # gap of the documents, packed against alone; the larger one
@@ -402,7 +409,7 @@ def target_from_model(
     check_target(target, seen)
     return target
 
-# %% ../nbs/04_target.ipynb #04-target-055
+# %% ../nbs/04_target.ipynb #04-target-089
 _ROPE_KEYS = {
     "default": (), "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
@@ -417,6 +424,7 @@ def _rope_dict(cfg):
     if rope["rope_type"] == "mrope": rope["rope_type"] = "default"
     return rope if rope["rope_theta"] else {}
 
+# %% ../nbs/04_target.ipynb #04-target-090
 def rope_of(
     cfg, # text config of the target
     strict=True, # refuse types that the drafter cannot use? else they become a note
@@ -434,7 +442,7 @@ def rope_of(
     keep = {k: rope[k] for k in _ROPE_KEYS[kind] if rope.get(k) is not None}
     return dict(rope_type=kind, rope_theta=float(rope["rope_theta"]), **keep), note
 
-# %% ../nbs/04_target.ipynb #04-target-060
+# %% ../nbs/04_target.ipynb #04-target-092
 def _named_token(target, taken, data_ids):
     "A special token that is in neither the template nor the data: mask, then reserved ones, then the last."
     tok = target.tokenizer
@@ -445,6 +453,7 @@ def _named_token(target, taken, data_ids):
     rank = lambda i: (0 if "mask" in free[i].lower() else 1 if re.search("reserved|unused|extra|empty", free[i].lower()) else 2, -i)
     return min(free, key=rank, default=None)
 
+# %% ../nbs/04_target.ipynb #04-target-094
 def choose_mask_token(
     target:Target, # whose embedding the drafter reads
     explicit:int|None=None, # id asked for
