@@ -566,7 +566,9 @@ def _placement(device):
         if not torch.cuda.is_available(): raise TargetError(f"device={str(d)!r} was asked for, but no GPU is visible: use device='cpu'")
         if (d.index or 0) >= torch.cuda.device_count(): raise TargetError(f"device={str(d)!r} does not exist: {torch.cuda.device_count()} GPUs are visible, cuda:0 to cuda:{torch.cuda.device_count() - 1}")
     if not places: raise TargetError("device=[] is empty: use 'cpu', 'cuda' or a list of GPUs")
-    if len(places) == 1: return dict(device_map={"": places[0]}) if places[0].type == "cuda" else {}, places[0]
+    spread = importlib.util.find_spec("accelerate") is not None
+    if len(places) == 1: return dict(device_map={"": places[0]}) if spread and places[0].type == "cuda" else {}, places[0]
+    if not spread: raise TargetError(f"device={names} spreads a target over GPUs, which needs the package accelerate: run  pip install accelerate")
     free = {d.index or 0: int(torch.cuda.mem_get_info(d)[0] * 0.9) for d in places}
     return dict(device_map="balanced", max_memory=free), places[0]
 
@@ -591,6 +593,7 @@ def _hub_unreachable():
 def _explain(name, kind, where, error, offline, doing):
     "One line for an error of the loading library."
     text = _line(error)
+    if isinstance(error, ImportError): return f"target {name!r} needs a package that is not installed ({text}): install it with pip"
     if "trust_remote_code" in str(error): return f"target {name!r} needs code from its own repository: pass trust_remote_code=True if you trust it"
     if kind == "gguf": return f"cannot read GGUF file {str(where)!r} ({text}): it is damaged, cut short or of an unsupported kind; download it again"
     if kind == "folder": return f"cannot read {doing} of target folder {str(where)!r} ({text}): write it again with save_pretrained"

