@@ -5,7 +5,16 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
-from dflash_nb.blocks import dense_mask, first_slot, flex_mask, label_offset, make_blocks, mask_rule, plot_blocks, slot_weights
+from dflash_nb.blocks import (
+    dense_mask,
+    first_slot,
+    flex_mask,
+    label_offset,
+    make_blocks,
+    mask_rule,
+    plot_blocks,
+    slot_weights,
+)
 from dflash_nb.config import ConfigError
 
 LAYOUTS = ["anchor-first", "shifted"]

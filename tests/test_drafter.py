@@ -58,11 +58,13 @@ def run(d, batch, blocks, feats, table, attention):
 def one_block(d, feats_SF, pos_S, h_BD, pos_B):
     "A block after its context, in float64 with transformers' Qwen3 functions and a loop over heads."
     from transformers import Qwen3Config
-    from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, Qwen3RotaryEmbedding, apply_rotary_pos_emb
+    from transformers.models.qwen3.modeling_qwen3 import (
+        Qwen3RotaryEmbedding,
+        apply_rotary_pos_emb,
+    )
     cfg, w = d.cfg, {n: p.detach().double() for n, p in d.state_dict().items()}
     def norm(x, name):
-        m = Qwen3RMSNorm(x.shape[-1], cfg.rms_norm_eps)
-        return w[name] * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + m.variance_epsilon)
+        return w[name] * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + cfg.rms_norm_eps)
     rope = Qwen3RotaryEmbedding(Qwen3Config(head_dim=cfg.head_dim, hidden_size=cfg.hidden_size, num_attention_heads=cfg.num_attention_heads,
                                             max_position_embeddings=cfg.max_position_embeddings, rope_parameters=dict(cfg.rope_parameters)))
     cos, sin = rope(torch.zeros(1, dtype=torch.float64), torch.cat([pos_S, pos_B])[None])
@@ -263,7 +265,10 @@ def test_init_is_seeded_and_reads_no_global_generator():
 @pytest.mark.parametrize("kind", ROPES)
 def test_rope_equals_transformers(kind):
     from transformers import Qwen3Config
-    from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding, apply_rotary_pos_emb
+    from transformers.models.qwen3.modeling_qwen3 import (
+        Qwen3RotaryEmbedding,
+        apply_rotary_pos_emb,
+    )
     params = dict(rope_type=kind, rope_theta=10000.0, **ROPES[kind])
     hf = Qwen3RotaryEmbedding(Qwen3Config(head_dim=16, hidden_size=32, num_attention_heads=4, max_position_embeddings=256, rope_parameters=dict(params)))
     rope = Rope(config(rope_parameters=params, max_position_embeddings=256))
