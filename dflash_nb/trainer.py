@@ -158,7 +158,7 @@ class ProgressCB(Callback):
     def after_fit(self, trainer):
         if self._thread is None: return
         self._done.set(); self._thread.join(2); self._thread = None
-        self._draw()
+        with suppress(Exception): self._draw()
         if self.bar is not None: self.bar.close(); self.bar = None
         print(trainer.record, flush=True)
 
@@ -445,9 +445,15 @@ class _Run(_Steps):
         "Between two steps: obey requests from buttons, signals and other processes; is there another step to do?"
         self.log.check()
         self._obey()
-        while self._paused.is_set() and not self._stop.is_set():
-            with self.in_stage("paused", logged=False): time.sleep(.05); self._obey()
+        if self._paused.is_set(): self._wait_paused()
+        if self._stop.is_set(): self.log.stop(self._reason)
         return self.step < self.cfg.steps and not self._stop.is_set()
+
+    def _wait_paused(self):
+        self.log.pause()
+        with self.in_stage("paused", logged=False):
+            while self._paused.is_set() and not self._stop.is_set(): time.sleep(.05); self._obey()
+        self.log.unpause()
 
     def _obey(self):
         for what in self.log.take_asked(): dict(stop=lambda: self.stop("asked by another process"), pause=self.pause, unpause=self.unpause, checkpoint=self._want.set)[what]()
@@ -490,14 +496,14 @@ class _Session(_Run):
         failed, self.stage, self._thread, self.batch = sys.exc_info()[0] is not None, outcome, None, None
         self.record = Record(outcome, self.step, self.cfg.steps, seconds, steps*self.cfg.token_budget, self.skipped, self._reason, self.best,
                              str(self.saved or ""), str(self.run_dir))
-        try: self.run_callbacks("after_fit")
-        except Exception as e:
-            self.log.exception(e, step=self.step)
-            if not failed: raise
-        finally:
-            log, self.log = self.log, None
-            log.end(outcome, step=self.step)
-            log.close()
+        errors = []
+        for cb in self.callbacks:  # each gets its chance to clean up
+            try: run_callbacks([cb], "after_fit", self)
+            except Exception as e: errors.append(e); self.log.exception(e, step=self.step)
+        log, self.log = self.log, None
+        log.end(outcome, step=self.step)
+        log.close()
+        if errors and not failed: raise errors[0]
 
 # %% ../nbs/15_trainer.ipynb #15-trainer-052
 def store_run(
@@ -681,9 +687,12 @@ def toy_target(
     from transformers import Qwen3Config, Qwen3ForCausalLM
     from dflash_nb.target import Target
     shape = dict(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=256)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return Target.from_model(Qwen3ForCausalLM(Qwen3Config(**shape, initializer_range=.2, eos_token_id=None, bos_token_id=None)).eval(), name="toy")
+    rng = torch.Generator().manual_seed(seed)
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        model = Qwen3ForCausalLM(Qwen3Config(**shape, eos_token_id=None, bos_token_id=None)).eval()
+        for p in model.parameters():
+            if p.ndim > 1: p.copy_(torch.randn(p.shape, generator=rng) * .2)
+    return Target.from_model(model, name="toy")
 
 def toy_data(
     docs: int = 60,
