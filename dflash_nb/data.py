@@ -130,6 +130,7 @@ def _row(raw, number):
     if isinstance(raw.get("system"), str) and have[0] == "conversations": said = [{"role": "system", "content": raw["system"]}, *said]
     return {"messages": [_message(m) for m in said], **rest}
 
+# %% ../nbs/03_data.ipynb #03-data-023
 def _tokens(raw):
     "The ids and mask of a pre-tokenised row as arrays; raises `_Skip`."
     if raw.get("loss_mask") is None: raise _Skip("input_ids without loss_mask", sorted(raw))
@@ -184,7 +185,7 @@ class Chats(list):
         super().__init__(rows)
         self.report = report or Report(seen=len(self), kept=len(self))
 
-# %% ../nbs/03_data.ipynb #03-data-023
+# %% ../nbs/03_data.ipynb #03-data-049
 def load_chats(
     src, # path of a .jsonl or .json file, or an iterable of rows (dicts or strings)
 )->Chats: # rows {"messages": ...} | {"text": ...} | {"input_ids": ..., "loss_mask": ...}, extra keys kept
@@ -192,7 +193,6 @@ def load_chats(
     rep = Report(str(src) if isinstance(src, (str, Path)) else "a list")
     rows = []
     for n, raw in enumerate(_entries(src), 1):
-        if isinstance(raw, dict): n = raw.get("source_row", n)
         rep.seen += 1
         try: rows.append(_row(_parse(raw) if isinstance(raw, bytes) else raw, n))
         except _Skip as e: rep.note("skipped", e.reason, n, e.example)
@@ -415,7 +415,7 @@ def _encode_messages(tpl, chats, tools):
         return [f if isinstance(f, _Skip) else (f[0], _last_run(np.asarray(f[1], bool)) if tpl.turns == "last" else f[1], []) for f in found]
     return [f if isinstance(f, _Skip) else _from_spans(*f) for f in _spans(tpl, chats, tools)]
 
-# %% ../nbs/03_data.ipynb #03-data-049
+# %% ../nbs/03_data.ipynb #03-data-066
 _NO_PREFIX = "the prompt's rendering is no prefix of the whole chat's"
 
 def _from_spans(ids, spans, left_out):
@@ -430,6 +430,7 @@ def _last_run(mask):
     on = np.flatnonzero(mask & ~np.concatenate([[False], mask[:-1]]))
     return mask & (np.arange(len(mask)) >= (on[-1] if len(on) else 0))
 
+# %% ../nbs/03_data.ipynb #03-data-078
 def _usable(ids, mask, vocab, max_length):
     "(ids, mask, was it cut?) of a document that can be trained on; raises `_Skip`."
     ids, mask = np.asarray(ids, np.int64), np.asarray(mask, bool)
@@ -542,7 +543,7 @@ class Packed:
         lost = f"; {len(self.cut)} cut to {self.row_len} tokens" * bool(self.cut) + f"; {len(self.dropped)} dropped, no anchor in {self.row_len} tokens" * bool(self.dropped)
         return f"Packed: {len(self.docs):,} documents in {len(self):,} rows of {self.row_len}, {self.utilisation:.1%} full{lost}"
 
-# %% ../nbs/03_data.ipynb #03-data-066
+# %% ../nbs/03_data.ipynb #03-data-079
 def pack(
     ds:Dataset, # documents
     row_len:int, # tokens of a row, T
@@ -559,6 +560,7 @@ def pack(
     row_starts = np.concatenate([[0], np.cumsum(np.bincount(row_of))])
     return Packed(*_fill(ds, docs[order], lengths, row_starts, row_len), docs[order], row_starts, [int(d) for d in cut if int(d) not in dropped], sorted(dropped))
 
+# %% ../nbs/03_data.ipynb #03-data-090
 def _fill(ds, docs, lengths, row_starts, row_len):
     "The arrays ids, loss and doc [R, T] of documents laid out row by row."
     shape = (len(row_starts) - 1, row_len)
@@ -606,7 +608,7 @@ def draw_anchors(
     anchors, keep = _smallest(keys_T[None], valid_T[None], num_anchors)
     return torch.from_numpy(anchors[0]), torch.from_numpy(keep[0])
 
-# %% ../nbs/03_data.ipynb #03-data-078
+# %% ../nbs/03_data.ipynb #03-data-091
 @dataclass(eq=False)
 class Batch:
     "Rows of one optimizer step with their anchors."
@@ -623,6 +625,7 @@ class Batch:
     def to(self, device, non_blocking=False): return _each_tensor(self, lambda t: t.to(device, non_blocking=non_blocking))
     def micro(self, i, micro_rows): return _each_tensor(self, lambda t: t[i * micro_rows:(i + 1) * micro_rows])
 
+# %% ../nbs/03_data.ipynb #03-data-092
 def _each_tensor(batch, fn): return replace(batch, **{f.name: fn(v) for f in fields(batch) if isinstance(v := getattr(batch, f.name), torch.Tensor)})
 
 def _gather(packed, rows, anchors, keep, epoch, index):
