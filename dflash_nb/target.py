@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils import logging as transformers_logging
 
 import dflash_nb
 from .config import ConfigError, DataError, DrafterConfig, TargetError, TrainConfig, check_layer_ids
@@ -617,6 +618,16 @@ def _mend_gguf_tokenizer(tokenizer, config):
     tokenizer.clean_up_tokenization_spaces = False
     return tokenizer
 
+@contextlib.contextmanager
+def _no_bar(where, kind, limit=1 << 26):
+    "No progress bar for weights that load in a blink (below `limit` bytes)."
+    bars = transformers_logging.is_progress_bar_enabled()
+    small = kind == "folder" and sum(p.stat().st_size for p in where.glob("*.safetensors")) < limit
+    if small and bars: transformers_logging.disable_progress_bar()
+    try: yield
+    finally:
+        if small and bars: transformers_logging.enable_progress_bar()
+
 # %% ../nbs/04_target.ipynb #04-target-075
 def load_target(
     name, # "nano", "smollm2", a Hugging Face id, a folder or a .gguf file
@@ -639,6 +650,6 @@ def load_target(
     tokenizer = read("tokenizer", AutoTokenizer)
     if kind == "gguf": _mend_gguf_tokenizer(tokenizer, config)
     safe = {} if kind == "gguf" else dict(use_safetensors=True)
-    model, info = read("weights", AutoModelForCausalLM, dtype=_dtype(dtype, place, kind), output_loading_info=True, **safe, **place_kw)
+    with _no_bar(where, kind): model, info = read("weights", AutoModelForCausalLM, dtype=_dtype(dtype, place, kind), output_loading_info=True, **safe, **place_kw)
     if info["missing_keys"]: raise TargetError(f"target {str(name)!r} lacks {len(info['missing_keys'])} weights, such as {sorted(info['missing_keys'])[0]}: its files are incomplete, fetch them again")
     return Target.from_model(model if place_kw else model.to(place), tokenizer, str(name))
