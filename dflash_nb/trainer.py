@@ -698,11 +698,11 @@ def toy_data(
     docs: int = 60,
     seed: int = 0,
 ) -> Dataset:
-    "Documents of 20 to 40 tokens that repeat a random cycle of 3 to 5; the first 6 tokens are the prompt."
+    "Documents of 20 to 40 tokens that count through a ring of 8 tokens from a random one; the first 6 are the prompt."
     rng = np.random.default_rng(seed)
     def doc():
-        n, cycle = rng.integers(20, 41), rng.integers(1, 62, rng.integers(3, 6))
-        return np.resize(cycle, n), np.arange(n) >= 6
+        n = rng.integers(20, 41)
+        return 1 + (rng.integers(8) + np.arange(n)) % 8, np.arange(n) >= 6
     return Dataset.from_docs(doc() for _ in range(docs))
 
 # %% ../nbs/15_trainer.ipynb #15-trainer-086

@@ -5,12 +5,24 @@ import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+
 from dflash_nb import checkpoint
-from dflash_nb.checkpoint import (CheckpointError, SaveError, best_step, drafter_folder, load_drafter, load_state,
-                                  mark_best, optimizer_tensors, save_drafter, save_state, scan_states)
+from dflash_nb.checkpoint import (
+    CheckpointError,
+    SaveError,
+    best_step,
+    drafter_folder,
+    load_drafter,
+    load_state,
+    mark_best,
+    optimizer_tensors,
+    save_drafter,
+    save_state,
+    scan_states,
+)
 from dflash_nb.config import ConfigError, DrafterConfig
 from dflash_nb.drafter import Drafter
-from safetensors.torch import load_file, save_file
 
 CFG = DrafterConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=8,
                     intermediate_size=24, vocab_size=40, rope_parameters=dict(rope_type="default", rope_theta=1e6),
@@ -66,7 +78,8 @@ def test_tensors_missing_unknown_and_misshapen_are_all_listed(tmp_path):
     save_file(t, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError) as e:
         load_drafter(tmp_path)
-    assert all(x in str(e.value) for x in ("missing tensors: norm.weight", "unknown tensors: extra.weight", "fc.weight [16, 31]", "[16, 32]"))
+    said = ("missing tensors: norm.weight", "unknown tensors: extra.weight", "fc.weight [16, 31]", "[16, 32]")
+    assert all(x in str(e.value) for x in said)
     assert "\n" not in str(e.value)
 
 
@@ -168,7 +181,7 @@ def test_a_kill_at_every_flush_and_rename_leaves_a_complete_state(tmp_path, monk
         save_state(root, 1, d1, o1, {"config": {}})
         left = [k]
 
-        def step(*a, real):
+        def step(*a, real, left=left):
             left[0] -= 1
             if left[0] < 0:
                 raise Killed

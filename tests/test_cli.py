@@ -11,13 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from dflash_nb import cli
-from dflash_nb.config import TrainConfig
 from safetensors.torch import load_file
 from tiny import byte_tokenizer, tiny_model
 
+from dflash_nb import cli
+from dflash_nb.config import TrainConfig
+
 ROOT = Path(__file__).resolve().parents[1]
-SMALL = ["--block_size", "4", "--num_draft_layers", "1", "--row_len", "96", "--token_budget", "96", "--num_anchors", "8", "--val_share", "0.1"]
+SMALL = "--block_size 4 --num_draft_layers 1 --row_len 96 --token_budget 96 --num_anchors 8 --val_share 0.1".split()
 CHAT = {"messages": [{"role": "user", "content": "count"}, {"role": "assistant", "content": "one two three four five six seven"}]}
 
 
@@ -32,7 +33,8 @@ def files(tmp_path_factory):
     def jsonl(name, rows):
         (path / name).write_text("".join(json.dumps(r) + "\n" for r in rows))
 
-    chats = [{"messages": [{"role": "user", "content": f"count {i}"}, {"role": "assistant", "content": f"{i} one two three {i}"}], "kind": "ab"[i % 2]} for i in range(20)]
+    turns = [("user", "count {}"), ("assistant", "{0} one two three {0}")]
+    chats = [{"messages": [{"role": r, "content": c.format(i)} for r, c in turns], "kind": "ab"[i % 2]} for i in range(20)]
     jsonl("chats.jsonl", chats)
     jsonl("prompts.jsonl", chats[:4])
     jsonl("empty.jsonl", [])
@@ -90,7 +92,8 @@ def test_no_gpu(files, capsys):
     refused(capsys, lambda: train(files, "--device", "cuda"), "cuda", "0 GPUs", "cpu")
 
 
-@pytest.mark.parametrize("data, said", [("missing.jsonl", "no such file"), ("empty.jsonl", "no rows"), ("unsupervised.jsonl", "supervised"), ("short.jsonl", "two tokens")])
+@pytest.mark.parametrize("data, said", [("missing.jsonl", "no such file"), ("empty.jsonl", "no rows"),
+                                        ("unsupervised.jsonl", "supervised"), ("short.jsonl", "two tokens")])
 def test_bad_data_is_named(files, capsys, data, said):
     refused(capsys, lambda: train(files, data=data), data.split(".")[0] if data[0] == "m" else said, said)
 
@@ -151,7 +154,8 @@ def test_train_then_eval_with_json_as_the_last_line(files, capsys, tmp_path):
     text = "\n".join(out)
     assert re.search(r"tau \d\.\d\d .*95% interval", text) and "target calls" in text and "lossless: yes" in text and "next: " in text
     for argv in (["--checkpoint", "best"], ["--checkpoint", "4"], ["--temperature", "0.8"]):
-        assert cli.dflash_eval([str(run), "--prompts", str(files / "prompts.jsonl"), "--max_new_tokens", "6", "--num_prompts", "2", *argv]) == 0
+        few = ["--prompts", str(files / "prompts.jsonl"), "--max_new_tokens", "6", "--num_prompts", "2"]
+        assert cli.dflash_eval([str(run), *few, *argv]) == 0
 
     def bad(*argv):
         return lambda: cli.dflash_eval([str(run), "--prompts", str(files / "prompts.jsonl"), *argv])
@@ -196,7 +200,8 @@ CALL = "import sys; from dflash_nb.cli import dflash_train; sys.exit(dflash_trai
 
 def start(*argv):
     env = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT), PYTHONUNBUFFERED="1")
-    return subprocess.Popen([sys.executable, "-c", CALL, *map(str, argv)], cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    pipe = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen([sys.executable, "-c", CALL, *map(str, argv)], cwd=ROOT, env=env, **pipe)
 
 
 def wait_for(process, text):

@@ -12,14 +12,26 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from dflash_nb import checkpoint, trainer as module
+from safetensors.torch import load_file
+
+from dflash_nb import checkpoint
+from dflash_nb import trainer as module
 from dflash_nb.config import ConfigError, DataError, DflashError, NoiseConfig, TrainConfig
 from dflash_nb.data import Dataset, batches
 from dflash_nb.events import ask, read_events
 from dflash_nb.optim import clip_gradients, make_optimizer
-from dflash_nb.trainer import (Callback, CheckpointCB, EvalCB, HistoryCB, ProgressCB, Trainer, TrainError, backward_micro,
-                               toy_data, toy_target)
-from safetensors.torch import load_file
+from dflash_nb.trainer import (
+    Callback,
+    CheckpointCB,
+    EvalCB,
+    HistoryCB,
+    ProgressCB,
+    Trainer,
+    TrainError,
+    backward_micro,
+    toy_data,
+    toy_target,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 CFG = TrainConfig(block_size=4, num_draft_layers=1, row_len=64, token_budget=128, micro_rows=1, num_anchors=6, steps=10, lr=3e-3,
@@ -47,7 +59,8 @@ def final(run_dir, step=10):
 
 
 def same_end(a, b, step=10):
-    return all(x.keys() == y.keys() and all(torch.equal(x[k], y[k]) for k in x) for x, y in zip(final(a, step), final(b, step)))
+    pairs = zip(final(a, step), final(b, step), strict=True)
+    return all(x.keys() == y.keys() and all(torch.equal(x[k], y[k]) for k in x) for x, y in pairs)
 
 
 class At(Callback):
@@ -358,7 +371,8 @@ def test_a_changed_config_is_said_or_refused(tmp_path):
     assert all(x in said for x in ("lr 0.003 -> 0.001", "steps 10 -> 12", "weighting 'decay' -> 'flat'", "gamma 2.0 -> 'auto'"))
     assert t.cfg.lr == 1e-3 and t.optimizer.state
     for delta, old_new in ((dict(block_size=8), "block_size 4 -> 8"), (dict(seed=1), "seed 0 -> 1"), (dict(row_len=32), "row_len 64 -> 32"),
-                           (dict(num_draft_layers=2), "num_draft_layers 1 -> 2"), (dict(target_layer_ids=[1]), r"target_layer_ids \[1, 2, 3\] -> \[1\]")):
+                           (dict(num_draft_layers=2), "num_draft_layers 1 -> 2"),
+                           (dict(target_layer_ids=[1]), r"target_layer_ids \[1, 2, 3\] -> \[1\]")):
         with pytest.raises(ConfigError, match=old_new):
             resume(tmp_path / "r", changes=delta)
     with pytest.raises(ConfigError, match="steps=3, but the run has done 5"):
@@ -454,15 +468,13 @@ def test_evaluating_and_saving_often_changes_nothing(whole, tmp_path):
 def test_no_global_generator_is_read_or_moved(tmp_path):
     before = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()
     make(tmp_path / "r", CFG | dict(steps=2)).fit()
-    assert torch.equal(torch.get_rng_state(), before[0]) and (np.random.get_state()[1] == before[1]).all() and random.getstate() == before[2]
+    assert torch.equal(torch.get_rng_state(), before[0]) and (np.random.get_state()[1] == before[1]).all()
+    assert random.getstate() == before[2]
 
 
 # -- callbacks and progress --------------------------------------------------------------------------------------------------
 
 def test_callbacks_run_in_order_and_replace_defaults(tmp_path):
-    class Often(EvalCB):
-        pass
-
     t = make(tmp_path / "r", callbacks=[Callback()])
     orders = [cb.order for cb in t.callbacks]
     assert orders == sorted(orders) and [type(cb) for cb in t.callbacks].count(ProgressCB) == 1
