@@ -133,6 +133,14 @@ def test_options_reach_the_config_and_win_over_the_file(tmp_path):
     assert cfg.loss == {"ce": .1, "tv": .9}
 
 
+def test_demo_is_a_config_that_options_change(capsys, tmp_path):
+    args = cli.train_parser().parse_args(["--demo", "--steps", "7"])
+    cfg = cli._train_config(args)
+    assert cfg.steps == 7 and cfg.block_size == cli.DEMO["block_size"]
+    refused(capsys, lambda: cli.dflash_train(["--demo", "--resume", str(tmp_path)]), "--demo beside --resume")
+    refused(capsys, lambda: cli.dflash_train(["--demo", "--config", "x.yaml"]), "--demo beside --config")
+
+
 def test_free_run_dir(tmp_path):
     (tmp_path / "train-1").mkdir()
     assert cli.free_run_dir(tmp_path).name == "train-2"
