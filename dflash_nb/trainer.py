@@ -22,7 +22,7 @@ from .config import ConfigError, DataError, DflashError, TrainConfig, default_la
 from .data import Dataset, batches, pack, validation_blocks
 from .drafter import Drafter
 from .evaluate import sim_tau
-from .events import EventLog, latest, new_run_dir, read_events
+from .events import EventLog, latest, new_run_dir, read_events, write_json
 from .losses import block_loss, combine, needs_teacher, teacher_states
 from .noise import add_noise, step_generator, strength_at
 from .optim import clip_gradients, guarded_step, lr_at, make_optimizer, nonfinite_gradients, set_lr
@@ -429,16 +429,10 @@ class _Run(_Steps):
     "The run around the steps: directory, requests at step edges, checkpoints, failure."
     def _open(self):
         "Make or reopen the run directory and start an attempt in the event log."
-        if not self.resumed: new_run_dir(self.run_dir)
+        if not self.resumed: store_run(self)
         self.record = None
         self.log = EventLog(self.run_dir, config=self.cfg, steps=self.cfg.steps, step=self.step, target=self.target.name, devices=[str(self.device)])
-        try:
-            if not self.resumed: store_run(self)
-            for text in self.notes: self.log.warning(text)
-        except BaseException as e:
-            self.log.exception(e, step=self.step)
-            self.log.close("failed")
-            raise
+        for text in self.notes: self.log.warning(text)
         self.resumed = True
 
     def _edge(self) -> bool:
@@ -509,12 +503,14 @@ class _Session(_Run):
 def store_run(
     t,  # Trainer
 ):
-    "Write what a resume needs besides checkpoints: run.json and the data."
+    "Write what a resume needs besides checkpoints, run.json last: data, config, target. Before it a run has not begun."
+    new_run_dir(t.run_dir)
     path = Path(t.target.name)
     name = str(path.resolve()) if t.target.name and path.exists() else t.target.name
     run = dict(target=dict(name=name, dtype=str(t.target.dtype).removeprefix("torch.")), device=str(t.device), data=t.data_id, max_skips=t.max_skips)
     run["stored"] = store_data(t.ds, t.run_dir)
-    (t.run_dir/"run.json").write_text(json.dumps(run, indent=1) + "\n")
+    write_json(t.run_dir/"config.json", t.cfg.to_dict())
+    write_json(t.run_dir/"run.json", run)
 
 def save_checkpoint(
     t,  # Trainer
