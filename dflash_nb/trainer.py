@@ -26,7 +26,7 @@ from .events import EventLog, latest, new_run_dir, read_events, write_json
 from .losses import block_loss, combine, needs_teacher, teacher_states
 from .noise import add_noise, step_generator, strength_at
 from .optim import clip_gradients, guarded_step, lr_at, make_optimizer, nonfinite_gradients, set_lr
-from .target import load_target
+from .target import choose_mask_token, load_target
 
 # %% ../nbs/15_trainer.ipynb #15-trainer-007
 class TrainError(DflashError, RuntimeError):
@@ -360,7 +360,8 @@ class _Parts:
     def __init__(self, target, ds, cfg, run_dir, devices, callbacks, max_skips):
         self.target, self.ds, self.run_dir, self.max_skips = target, ds, Path(run_dir), max_skips
         self.device = one_device(target, devices)
-        self.cfg = cfg = resolve(cfg, target, self.device.type)
+        mask, self.mask_from = choose_mask_token(target, cfg.mask_token_id, ds.ids)
+        self.cfg = cfg = resolve(cfg | {"mask_token_id": mask}, target, self.device.type)
         train, val = ds.split(cfg.val_share, cfg.seed)
         self.packed = pack(train, cfg.row_len)
         batches(self.packed, cfg)  # refuses a config that does not fit the rows
@@ -563,12 +564,12 @@ def describe(
     differs = asked.deviations()
     lines = [f"target {target.name or 'unnamed'} ({target.num_layers} layers, hidden {target.hidden_size}, {str(target.dtype).removeprefix('torch.')}) on {target.device}; "
              f"drafter {cfg.num_draft_layers} layers, {t.num_params/1e6:.2f} M parameters on {t.device}, {cfg.attention} attention, {cfg.dtype}",
-             f"reads target layers {list(cfg.target_layer_ids)}; mask token {cfg.mask_token_id} {mask!r}; block {cfg.block_size} {cfg.layout}; loss {cfg.loss}, {weight}",
+             f"reads target layers {list(cfg.target_layer_ids)}; mask token {cfg.mask_token_id} {mask!r} ({t.mask_from}); block {cfg.block_size} {cfg.layout}; loss {cfg.loss}, {weight}",
              f"data {len(t.packed.docs):,} documents in {len(t.packed):,} rows of {cfg.row_len} ({t.packed.utilisation:.0%} full); a step: {rows} rows x {cfg.num_anchors} anchors; "
              f"validation: {sum(int(b.keep_RN.sum()) for b in t.val)} anchors",
              f"differs from the recipe: {'; '.join(differs)}" if differs else "as in the recipe",
              f"run {t.run_dir}, config {cfg.hash()}, step {t.step} of {cfg.steps}"]
-    return "\n".join(lines + t.notes)
+    return "\n".join(lines + [f"target: {n}" for n in target.notes] + t.notes)
 
 # %% ../nbs/15_trainer.ipynb #15-trainer-057
 def continue_run(

@@ -413,7 +413,8 @@ def test_the_optimizer_holds_the_drafter_and_nothing_else(whole):
 
 
 def test_a_tiny_set_is_learned(tmp_path):
-    cfg = CFG | dict(steps=90, num_draft_layers=2, val_share=0., noise=0., lr=1e-2, eval_every=90, checkpoint_every=90, num_anchors=12, token_budget=64)
+    cfg = CFG | dict(steps=90, num_draft_layers=2, val_share=0., noise=0., lr=1e-2, eval_every=90,
+                     checkpoint_every=90, num_anchors=12, token_budget=64)
     t = make(tmp_path / "r", cfg, ds=toy_data(2))
     t.fit()
     assert t.history.accuracy[0] < .2 and t.history.accuracy[-5:].mean() > .7 and t.history.loss[-5:].mean() < .3 * t.history.loss[0]
