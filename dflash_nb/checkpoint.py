@@ -11,10 +11,10 @@ import json, os, re, shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from .config import ConfigError, DflashError, DrafterConfig
 from .drafter import Drafter
+from .formats import read_drafter_config, read_tensors, split_own
 
 # %% ../nbs/13_checkpoint.ipynb #13-checkpoint-005
 class CheckpointError(DflashError, ValueError):
@@ -56,7 +56,7 @@ def _write_drafter(
     dtype: torch.dtype | None,  # of the stored weights; None keeps the drafter's
 ):
     "Write `model.safetensors` and `config.json` into `path` and flush them."
-    tensors = {k: v.detach().to("cpu", dtype or v.dtype).contiguous() for k, v in d.state_dict().items()}
+    tensors = {k: v.detach().to("cpu", dtype or v.dtype).contiguous() for k, v in (d.state_dict() | getattr(d, "own", {})).items()}
     stored = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
     save_file(tensors, path/"model.safetensors", metadata={"format": "pt"})
     (path/"config.json").write_text(_json(d.cfg.to_hf() | {"torch_dtype": stored}))
@@ -110,7 +110,7 @@ def drafter_folder(
     path = Path(path)
     if not path.is_dir(): raise CheckpointError(f"{path}: no such folder; give a drafter folder or a run directory")
     root = path/"checkpoints" if (path/"checkpoints").is_dir() else path
-    if (path/"model.safetensors").exists(): return path
+    if (path/"model.safetensors").exists() or (path/"model.safetensors.index.json").exists(): return path
     if scan_states(root)[0]: return load_state(root).path
     raise CheckpointError(f"{path}: neither a drafter (model.safetensors + config.json) nor a run with a complete checkpoint")
 
@@ -120,31 +120,32 @@ def load_drafter(
     device: str = "cpu",
     dtype: torch.dtype = torch.float32,  # of the loaded weights
 ) -> Drafter:
-    "Read what `save_drafter` wrote; raises CheckpointError listing tensors that are missing, unknown or of another shape."
+    "Read a run, a folder of `save_drafter`, of z-lab's layout or of speculators; raises CheckpointError or ConfigError listing what does not fit."
     path = drafter_folder(path)
-    hf, file = _read_json(path/"config.json"), path/"model.safetensors"
-    try: cfg = DrafterConfig.from_hf(hf)
+    hf = _read_json(path/"config.json")
+    try: cfg = read_drafter_config(hf)
     except ConfigError as e: raise ConfigError(f"{path/'config.json'}: {e}") from None
     d = Drafter(cfg, attention=attention)
-    _load_weights(d, file)
+    _load_weights(d, path/"model.safetensors", tied=bool(hf.get("tie_word_embeddings")))
     return d.to(device=device, dtype=dtype)
 
 # %% ../nbs/13_checkpoint.ipynb #13-checkpoint-018
 def _load_weights(
     d: Drafter,
-    file: Path,                        # model.safetensors
+    file: Path,                        # model.safetensors, or where it would be beside its index
     dtype: torch.dtype | None = None,  # required type of every tensor; None takes any
+    tied: bool = False,                # is an embedding in the file the head, too?
 ):
-    "Copy a file's tensors into a drafter after checking names, shapes and types."
-    if not file.exists(): raise CheckpointError(f"{file}: no such file")
-    try:
-        with safe_open(file, "pt") as f: have = {k: f.get_slice(k).get_shape() for k in f.keys()}
-        tensors = load_file(file)
-    except Exception as e: raise CheckpointError(f"{file}: damaged or no safetensors file ({e})") from None
-    bad = _mismatches(d.state_dict(), have)
+    "Copy a file's tensors into a drafter after checking names, shapes and types; its own embedding and head go to `d.own`."
+    if not file.exists() and not file.with_name(file.name + ".index.json").exists(): raise CheckpointError(f"{file}: no such file")
+    try: tensors, own = split_own(read_tensors(file.parent), tied)
+    except ConfigError as e: raise CheckpointError(str(e)) from None
+    table = torch.empty(d.cfg.vocab_size, d.cfg.hidden_size, device="meta")
+    bad = _mismatches(d.state_dict() | dict.fromkeys(own, table), {k: t.shape for k, t in (tensors | own).items()})
     bad += [f"wrong types: {k} {t.dtype}, expected {dtype}" for k, t in tensors.items() if dtype and t.dtype != dtype][:3]
     if bad: raise CheckpointError(f"{file}: {'; '.join(bad)}")
     d.load_state_dict(tensors)
+    d.own = own
 
 # %% ../nbs/13_checkpoint.ipynb #13-checkpoint-022
 def optimizer_tensors(
