@@ -95,6 +95,7 @@ class BatchKnobs:
 class DrafterKnobs:
     "The drafter's shape and what it reads from the target."
     num_draft_layers: int = knob(5, "layers of the drafter")
+    init: str = knob("random", "random: normal weights; target: copies of the target's layers, first to last (same shapes needed)", ("random", "target"))
     target_layer_ids: tuple|None = knob(None, "0-based target layers whose outputs are the features; none: evenly from 1 to L-3")
     allow_last_layer: bool = knob(False, "allow the target's last layer among the features?")
     mask_token_id: int|None = knob(None, "token id of the mask slots; none: the tokenizer's mask token, else a spare embedding row")
@@ -134,6 +135,7 @@ class RunKnobs:
     seed: int = knob(0, "seed of the run: data order, anchors, init and noise follow from it")
     val_share: float = knob(0.05, "share of the documents held out for sim_tau; 0: none")
     val_anchors: int = knob(256, "validation anchors in all", keyed=False)
+    feature_cache: float|str = knob("auto", "GiB of target features kept between epochs; auto: 1 on CPU, 0 on a GPU", keyed=False)
     eval_every: int|str = knob("auto", "steps between evaluations; auto: a tenth of the run", keyed=False)
     checkpoint_every: int|str = knob("auto", "steps between checkpoints; auto: a fifth of the run", keyed=False)
 
@@ -201,6 +203,8 @@ def _check_values(cfg):
     _check(_number(cfg.val_share) and 0 <= cfg.val_share < 1, "val_share", cfg.val_share, "give a share of the documents in [0, 1)")
     b = cfg.betas
     _check(isinstance(b, tuple) and len(b) == 2 and all(_number(x) and 0 <= x < 1 for x in b), "betas", b, "give two numbers in [0, 1)")
+    c = cfg.feature_cache
+    _check(c == "auto" or _number(c) and c >= 0, "feature_cache", c, "give GiB >= 0, or 'auto'")
     m = cfg.mask_token_id
     _check(m is None or _whole(m) and m >= 0, "mask_token_id", m, "give a token id >= 0, or None to choose one")
     _check(isinstance(cfg.allow_last_layer, bool), "allow_last_layer", cfg.allow_last_layer, "give True or False")
@@ -275,7 +279,7 @@ def config_hash(
     return hashlib.sha256(json.dumps(effective(cfg), sort_keys=True).encode()).hexdigest()[:12]
 
 # %% ../nbs/00_config.ipynb #00-config-041
-RECIPE = dict(block_size=16, layout="anchor-first", num_anchors=512, row_len=3072, token_budget=49152, num_draft_layers=5, target_layer_ids=None,
+RECIPE = dict(block_size=16, layout="anchor-first", num_anchors=512, row_len=3072, token_budget=49152, num_draft_layers=5, init="random", target_layer_ids=None,
               loss={"ce": 1.0}, weighting="decay", gamma=7.0, labels="data", lr=6e-4, betas=[0.9, 0.95], eps=1e-8, weight_decay=0.0, clip=1.0,
               warmup=0.04, schedule="cosine", noise=None)
 
@@ -295,7 +299,7 @@ def resolve(
     "Fill in every 'auto' for this target and device; raises `ConfigError` where the target rules a value out."
     gpu = device != "cpu"
     fill = dict(num_anchors=512 if gpu else 32, row_len=3072 if gpu else 256, attention="flex" if gpu else "sdpa",
-                dtype="bfloat16" if gpu else "float32", eval_every=max(1, cfg.steps // 10), checkpoint_every=max(1, cfg.steps // 5))
+                dtype="bfloat16" if gpu else "float32", feature_cache=0.0 if gpu else 1.0, eval_every=max(1, cfg.steps // 10), checkpoint_every=max(1, cfg.steps // 5))
     out = cfg | {k: v for k, v in fill.items() if getattr(cfg, k) == "auto"}
     if out.token_budget == "auto": out = out | dict(token_budget=out.row_len * (16 if gpu else 1))
     if out.micro_rows == "auto":

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['ATTENTION', 'Rope', 'rotate', 'RMSNorm', 'MLP', 'Attention', 'Layer', 'View', 'eager_attention', 'sdpa_attention',
-           'sdpa_block_attention', 'flex_block_attention', 'pick_attention', 'Drafter', 'init_weights', 'fuse_features',
-           'run_blocks', 'DraftCache', 'extend_cache', 'draft_block']
+           'sdpa_block_attention', 'flex_block_attention', 'pick_attention', 'Drafter', 'init_weights', 'spread_layers',
+           'copy_target_layers', 'fuse_features', 'run_blocks', 'DraftCache', 'extend_cache', 'draft_block']
 
 # %% ../nbs/07_drafter.ipynb #07-drafter-001
 from dataclasses import dataclass
@@ -276,6 +276,51 @@ def init_weights(
 def _compute_dtype(drafter, device):
     "Autocast's type inside autocast, else the weights'."
     return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else drafter.fc.weight.dtype
+
+# %% ../nbs/07_drafter.ipynb #07-drafter-048
+_COPIES = {f"self_attn.{n}_proj.weight": True for n in "qkvo"} | {f"mlp.{n}_proj.weight": True for n in ("gate", "up", "down")}
+
+def spread_layers(
+    num_layers:int, # decoder layers of the target, L
+    n:int, # layers of the drafter
+)->list: # 0-based target layers, first to last
+    "Layers to copy: evenly from the first to the last, the last alone for n = 1."
+    return [round(i * (num_layers - 1) / (n - 1)) for i in range(n)] if n > 1 else [num_layers - 1]
+
+def _norm_weight(norm, size):
+    "What a norm multiplies by, whether it stores w or w - 1."
+    p = next(norm.parameters())
+    return norm(torch.ones(size, dtype=p.dtype, device=p.device)).float()
+
+def _check_copy(drafter, source, number):
+    "A target layer has the drafter's tensors, in its shapes; raises `ConfigError`."
+    have, want = dict(source.named_parameters()), dict(drafter.layers[0].named_parameters())
+    for name in [*_COPIES, "input_layernorm.weight", "post_attention_layernorm.weight"]:
+        if name not in have: raise ConfigError(f"init='target': the target's layer {number} has no {name}, so it cannot be copied: use init='random'")
+        if have[name].shape != want[name].shape:
+            raise ConfigError(f"init='target': {name} is {list(have[name].shape)} in the target and {list(want[name].shape)} in the drafter: use init='random'")
+
+# %% ../nbs/07_drafter.ipynb #07-drafter-050
+@torch.no_grad()
+def copy_target_layers(
+    drafter:Drafter, # freshly made; fc keeps a fifth of its random values
+    target, # `Target` with layers of the drafter's shapes
+)->list: # the target layers that were copied
+    "Start from the target's own layers and final norm; raises `ConfigError` where names or shapes differ."
+    parts, D, picked = target.parts, drafter.cfg.hidden_size, spread_layers(target.num_layers, len(drafter.layers))
+    for layer, i in zip(drafter.layers, picked):
+        source = parts.layers[i]
+        _check_copy(drafter, source, i)
+        have, mine = dict(source.named_parameters()), dict(layer.named_parameters())
+        for name in _COPIES: mine[name].copy_(have[name])
+        for name in "qkv": mine[f"self_attn.{name}_proj.weight"].mul_(_norm_weight(source.input_layernorm, D).to(layer.mlp.up_proj.weight.device))
+        for name in ("self_attn.q_norm.weight", "self_attn.k_norm.weight"):
+            if name in have: mine[name].copy_(_norm_weight(getattr(source.self_attn, name.split(".")[1]), drafter.cfg.head_dim))
+        mine["post_attention_layernorm.weight"].copy_(_norm_weight(source.post_attention_layernorm, D))
+    drafter.norm.weight.copy_(_norm_weight(parts.norm, D))
+    n = len(drafter.cfg.target_layer_ids)
+    drafter.fc.weight.mul_(0.2).add_(torch.eye(D, device=drafter.fc.weight.device).repeat(1, n), alpha=1 / n)
+    return picked
 
 # %% ../nbs/07_drafter.ipynb #07-drafter-030
 def fuse_features(

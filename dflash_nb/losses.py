@@ -173,7 +173,22 @@ def _slots_loss(spec, head, h_MSD, y_MS, valid_MS, teacher_MSD):
     right = (logits_MSV.detach().argmax(-1) == y) & valid_MS
     return LossOut(total, {t: v.detach() for t, v in nums.items()}, w.sum(), right.sum(0), valid_MS.sum(0), right.long().cumprod(-1).sum(), None)
 
-# %% ../nbs/08_losses.ipynb #08-losses-046
+# %% ../nbs/08_losses.ipynb #08-losses-055
+def _ce_chunk(spec, head, h_MSD, y_MS, valid_MS, teacher_MSD):
+    "`_chunk_loss` for cross-entropy alone, with the logits' gradient in closed form."
+    logits_MSV = head(torch.where(valid_MS[..., None], h_MSD, 0))
+    with torch.no_grad():
+        logq = _log_probs(logits_MSV)
+        y = _teacher_log_probs(spec, head, teacher_MSD).argmax(-1) if spec.labels == "teacher" else y_MS
+        nll = loss_terms["ce"](logq, None, y)
+        w = _weights(spec, (-nll).exp(), valid_MS)
+        num, right = torch.where(valid_MS, w * nll, 0).sum(), (logq.argmax(-1) == y) & valid_MS
+        scale = (w * spec.mix["ce"])[..., None]
+        dlogits = logq.exp_().mul_(scale).scatter_add_(-1, y[..., None], -scale)
+    out = LossOut(num * spec.mix["ce"], {"ce": num}, w.sum(), right.sum(0), valid_MS.sum(0), right.long().cumprod(-1).sum(), None)
+    return out, torch.autograd.grad(logits_MSV, h_MSD, dlogits.to(logits_MSV.dtype))[0]
+
+# %% ../nbs/08_losses.ipynb #08-losses-056
 class _HandOn(torch.autograd.Function):
     "`total` as a function of h, whose gradient is known already."
     @staticmethod
@@ -189,6 +204,7 @@ def _chunk_loss(spec, head, h_MSD, *rest):
     "`LossOut` of one chunk, detached, and the gradient of its total with respect to h (None when gradients are off)."
     if not h_MSD.requires_grad: return _slots_loss(spec, head, h_MSD, *rest), None
     h_MSD = h_MSD.detach().requires_grad_()
+    if set(spec.mix) == {"ce"}: return _ce_chunk(spec, head, h_MSD, *rest)
     out = _slots_loss(spec, head, h_MSD, *rest)
     return out.detach(), torch.autograd.grad(out.total, h_MSD)[0]
 
