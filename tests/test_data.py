@@ -356,7 +356,7 @@ def test_sharegpt_and_parts_become_messages():
             {
                 "messages": [
                     {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
-                    {"role": "assistant", "content": None, "tool_calls": [{"x": 1}], "name": None},
+                    {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": "{\"a\": 1}"}}], "name": None},
                 ]
             },
         ]
@@ -364,7 +364,7 @@ def test_sharegpt_and_parts_become_messages():
     assert [(m["role"], m["content"]) for m in rows[0]["messages"]] == [("system", "S"), ("user", "a"), ("assistant", "b")] and rows[0][
         "id"
     ] == 7
-    assert rows[1]["messages"] == [dict(role="user", content="ab"), dict(role="assistant", content="", tool_calls=[{"x": 1}])]
+    assert rows[1]["messages"] == [dict(role="user", content="ab"), dict(role="assistant", content="", tool_calls=[{"function": {"name": "f", "arguments": {"a": 1}}}])]
 
 
 def test_all_rows_skipped_is_an_error_with_reasons():
