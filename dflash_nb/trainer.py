@@ -5,9 +5,10 @@
 # %% auto #0
 __all__ = ['EVENTS', 'MAX_STORED_DATA', 'FIXED', 'TrainError', 'Callback', 'run_callbacks', 'in_order', 'HistoryCB', 'EvalCB',
            'CheckpointCB', 'EventsCB', 'progress_mode', 'progress_line', 'ProgressCB', 'interrupts', 'SideClock',
-           'one_device', 'versions', 'Sides', 'read_target', 'micro_loss', 'backward_micro', 'step_metrics',
-           'store_data', 'stored_data', 'config_changes', 'Record', 'side_speeds', 'store_run', 'save_checkpoint',
-           'validate', 'run_status', 'describe', 'continue_run', 'Trainer', 'toy_target', 'toy_data', 'plot_history']
+           'one_device', 'versions', 'FeatureCache', 'Sides', 'read_target', 'micro_loss', 'backward_micro',
+           'step_metrics', 'store_data', 'stored_data', 'config_changes', 'Record', 'side_speeds', 'store_run',
+           'save_checkpoint', 'validate', 'run_status', 'describe', 'continue_run', 'Trainer', 'toy_target', 'toy_data',
+           'plot_history']
 
 # %% ../nbs/15_trainer.ipynb #15-trainer-001
 import importlib.metadata, json, platform, signal, sys, threading, time
@@ -20,7 +21,7 @@ from .blocks import make_blocks
 from .checkpoint import CheckpointError, load_state, mark_best, save_state, scan_states
 from .config import ConfigError, DataError, DflashError, TrainConfig, default_layer_ids, load_config, resolve, resolve_gamma
 from .data import Dataset, batches, pack, validation_blocks
-from .drafter import Drafter
+from .drafter import Drafter, copy_target_layers
 from .evaluate import sim_tau
 from .events import EventLog, latest, new_run_dir, read_events, write_json
 from .losses import block_loss, combine, needs_teacher, teacher_states
@@ -223,7 +224,32 @@ def versions() -> dict:
         except importlib.metadata.PackageNotFoundError: return "unknown"
     return dict(python=platform.python_version(), torch=torch.__version__, transformers=of("transformers"), dflash_nb=of("dflash_nb"))
 
-# %% ../nbs/15_trainer.ipynb #15-trainer-031
+# %% ../nbs/15_trainer.ipynb #15-trainer-046
+class FeatureCache:
+    "Target features of whole rows, kept in memory up to `feature_cache` GiB; 0 keeps none."
+    def __init__(self, target, cfg: TrainConfig):
+        self.target, self.cfg, self.rows, self.room = target, cfg, {}, int(cfg.feature_cache*2**30)
+        self.keeps, self.final = self.room > 0, needs_teacher(cfg)
+
+    def read(self,
+        batch,  # Batch
+    ):
+        "Features [R,T,F] and final states [R,T,D] (None where the loss reads none)."
+        if not self.keeps: return self._ask(batch.ids_RT, batch.pos_RT)
+        found = [self._row(batch, r) for r in range(len(batch.ids_RT))]
+        return tuple(None if x[0] is None else x[0] if len(x) == 1 else torch.cat(x) for x in zip(*found))
+
+    def _ask(self, ids_RT, pos_RT): return self.target.features(ids_RT, pos_RT, self.cfg.target_layer_ids, final=self.final)
+
+    def _row(self, batch, r):
+        key = int(batch.row_ids[r])
+        if key in self.rows: return self.rows[key]
+        pair = self._ask(batch.ids_RT[r:r + 1], batch.pos_RT[r:r + 1])
+        size = sum(x.nbytes for x in pair if x is not None)
+        if size <= self.room: self.rows[key], self.room = pair, self.room - size
+        return pair
+
+# %% ../nbs/15_trainer.ipynb #15-trainer-089
 @dataclass
 class Sides:
     "One target, one drafter and the clocks of both."
@@ -235,6 +261,7 @@ class Sides:
 
     def __post_init__(self):
         self.target_clock, self.drafter_clock = SideClock(self.device), SideClock(self.device)
+        self.features = FeatureCache(self.target, self.cfg)
         bf16 = self.cfg.dtype == "bfloat16"
         self.autocast = (lambda: torch.autocast(self.device.type, torch.bfloat16)) if bf16 else nullcontext
 
@@ -245,7 +272,7 @@ def read_target(
     "Blocks, features [R,T,F] and, if the loss asks, teacher states [R,N,B,D] of one micro-batch; no gradient."
     cfg = sides.cfg
     with sides.target_clock():
-        feats_RTF, final_RTD = sides.target.features(batch.ids_RT, batch.pos_RT, cfg.target_layer_ids, final=needs_teacher(cfg))
+        feats_RTF, final_RTD = sides.features.read(batch)
         blocks = make_blocks(batch, cfg.block_size, cfg.mask_token_id, cfg.layout)
         teacher_RNBD = None if final_RTD is None else teacher_states(final_RTD, blocks, cfg.layout)
     return blocks, feats_RTF, teacher_RNBD
@@ -354,7 +381,7 @@ class Record:
         go_on = f"; continue with Trainer.from_run({self.run_dir!r}) or dflash_train --resume {self.run_dir}" if self.outcome != "finished" else ""
         return f"{head}{best}{skipped}; checkpoint {self.checkpoint or 'none'}{go_on}"
 
-# %% ../nbs/15_trainer.ipynb #15-trainer-046
+# %% ../nbs/15_trainer.ipynb #15-trainer-090
 class _Parts:
     "What a run is made of; nothing is written before `fit`."
     def __init__(self, target, ds, cfg, run_dir, devices, callbacks, max_skips):
@@ -367,6 +394,7 @@ class _Parts:
         batches(self.packed, cfg)  # refuses a config that does not fit the rows
         self.val = validation_blocks(val, cfg.row_len, cfg.val_anchors, cfg.seed) if len(val) and cfg.val_anchors else []
         self.drafter = Drafter(target.drafter_config(cfg), attention=cfg.attention, seed=cfg.seed).to(self.device)
+        self.copied = copy_target_layers(self.drafter, target) if cfg.init == "target" else None
         self.optimizer = make_optimizer(self.drafter, cfg)
         self.sides = Sides(target, target.io(self.device), self.drafter, cfg, self.device)
         self.callbacks = in_order([HistoryCB(), EvalCB(), CheckpointCB(), EventsCB(), ProgressCB()], callbacks)
@@ -551,7 +579,7 @@ def run_status(
     if not (t.run_dir/"events.jsonl").exists(): return dict(state="not started", run_dir=str(t.run_dir), step=0, steps=t.cfg.steps)
     return status(t.run_dir)
 
-# %% ../nbs/15_trainer.ipynb #15-trainer-054
+# %% ../nbs/15_trainer.ipynb #15-trainer-091
 def describe(
     t,  # Trainer
 ) -> str:
@@ -564,7 +592,8 @@ def describe(
     differs = asked.deviations()
     lines = [f"target {target.name or 'unnamed'} ({target.num_layers} layers, hidden {target.hidden_size}, {str(target.dtype).removeprefix('torch.')}) on {target.device}; "
              f"drafter {cfg.num_draft_layers} layers, {t.num_params/1e6:.2f} M parameters on {t.device}, {cfg.attention} attention, {cfg.dtype}",
-             f"reads target layers {list(cfg.target_layer_ids)}; mask token {cfg.mask_token_id} {mask!r} ({t.mask_from}); block {cfg.block_size} {cfg.layout}; loss {cfg.loss}, {weight}",
+             f"reads target layers {list(cfg.target_layer_ids)}; mask token {cfg.mask_token_id} {mask!r} ({t.mask_from}); block {cfg.block_size} {cfg.layout}; loss {cfg.loss}, {weight}"
+             + (f"; starts from copies of the target's layers {t.copied}" if t.copied else ""),
              f"data {len(t.packed.docs):,} documents in {len(t.packed):,} rows of {cfg.row_len} ({t.packed.utilisation:.0%} full); a step: {rows} rows x {cfg.num_anchors} anchors; "
              f"validation: {sum(int(b.keep_RN.sum()) for b in t.val)} anchors",
              f"differs from the recipe: {'; '.join(differs)}" if differs else "as in the recipe",
