@@ -210,8 +210,8 @@ def dflash_train(
     print(f"dflash_train: {'continuing ' + args.resume if args.resume else 'starting'}", flush=True)
     trainer = None
     def resumable():
-        began = trainer is not None and (trainer.run_dir/"run.json").exists()
-        return f"continue with: dflash_train --resume {trainer.run_dir}" if began else ""
+        run = args.resume or (trainer and trainer.run_dir)
+        return f"continue with: dflash_train --resume {run}" if run and (Path(run)/"run.json").exists() else ""
     def body():
         nonlocal trainer
         trainer = _resumed_trainer(args) if args.resume else _new_trainer(args)

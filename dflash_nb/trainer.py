@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['EVENTS', 'MAX_STORED_DATA', 'FIXED', 'TrainError', 'Callback', 'run_callbacks', 'in_order', 'HistoryCB', 'EvalCB',
-           'CheckpointCB', 'EventsCB', 'progress_mode', 'progress_line', 'ProgressCB', 'interrupts', 'SideClock',
+           'EventsCB', 'CheckpointCB', 'progress_mode', 'progress_line', 'ProgressCB', 'interrupts', 'SideClock',
            'one_device', 'versions', 'FeatureCache', 'Sides', 'read_target', 'micro_loss', 'backward_micro',
            'step_metrics', 'store_data', 'stored_data', 'config_changes', 'Record', 'side_speeds', 'store_run',
            'save_checkpoint', 'validate', 'run_status', 'describe', 'continue_run', 'Trainer', 'toy_target', 'toy_data',
@@ -80,18 +80,18 @@ class EvalCB(Callback):
         cfg = trainer.cfg
         if trainer.val and (trainer.step % cfg.eval_every == 0 or trainer.step == cfg.steps): trainer.validate()
 
+class EventsCB(Callback):
+    "Appends each step's metrics to the run's event log, before the checkpoint: a step on disk is a step in the log."
+    order = EvalCB.order + 10
+    def after_step(self, trainer): trainer.log.step(**trainer.last)
+
 class CheckpointCB(Callback):
     "Saves each `checkpoint_every` steps, at the best score so far and at the last step."
-    order = EvalCB.order + 10
+    order = EventsCB.order + 10
     def after_step(self, trainer):
         cfg = trainer.cfg
         due = trainer.step % cfg.checkpoint_every == 0 or trainer.step == cfg.steps
         if due or (trainer.best and trainer.best["step"] == trainer.step): trainer.checkpoint()
-
-class EventsCB(Callback):
-    "Appends each step's metrics to the run's event log."
-    order = CheckpointCB.order + 10
-    def after_step(self, trainer): trainer.log.step(**trainer.last)
 
 # %% ../nbs/15_trainer.ipynb #15-trainer-015
 def progress_mode() -> str:
@@ -112,7 +112,7 @@ def progress_line(
 # %% ../nbs/15_trainer.ipynb #15-trainer-017
 class ProgressCB(Callback):
     "A tqdm bar or plain lines, first within a second, then each `every` seconds; `show` is auto, bar, lines or off."
-    order = EventsCB.order + 10
+    order = CheckpointCB.order + 10
     def __init__(self,
         every: float = 3.,   # seconds between plain lines
         show: str = "auto",  # auto: bar in a terminal or notebook, else lines
@@ -347,7 +347,7 @@ def stored_data(
     return Dataset(**load_file(run_dir/"data.safetensors"), meta=json.loads((run_dir/"data.json").read_text()))
 
 # %% ../nbs/15_trainer.ipynb #15-trainer-040
-FIXED = ("block_size", "layout", "row_len", "token_budget", "num_draft_layers", "target_layer_ids", "mask_token_id", "seed", "val_share")
+FIXED = ("block_size", "layout", "row_len", "token_budget", "num_draft_layers", "target_layer_ids", "mask_token_id", "init", "seed", "val_share")
 
 def config_changes(
     old: dict,  # TrainConfig.to_dict() of the checkpoint

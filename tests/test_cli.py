@@ -247,9 +247,11 @@ def test_any_signal_at_any_moment(files, tmp_path, seed):
     import random
     rng, steps = random.Random(seed), 150
     run = tmp_path / "a"
-    for _ in range(12):
+    for _ in range(5):
         p = start("--resume", run) if (run / "run.json").exists() else start(*options(files, run, steps))
         kind = rng.choice([signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+        wait_for(p, "dflash_train:")  # from here on signals are the command's own business
+        time.sleep(.05)
         if rng.random() < .8:
             wait_for(p, "step=")
             time.sleep(rng.uniform(0, 1.5))
@@ -258,7 +260,7 @@ def test_any_signal_at_any_moment(files, tmp_path, seed):
         p.send_signal(kind)
         p.communicate(timeout=60)
         began = (run / "run.json").exists()
-        assert p.returncode in ((0, -9) if kind == signal.SIGKILL else (0, 3) if began else (1, -signal.SIGTERM, -signal.SIGINT))
+        assert p.returncode in ((0, -9) if kind == signal.SIGKILL else (0, 3) if began else (1,))
     p = start("--resume", run)
     out, err = p.communicate(timeout=300)
     assert p.returncode == 0, err

@@ -202,6 +202,24 @@ def test_interrupt_inside_a_save_keeps_the_one_before(whole, tmp_path, monkeypat
     assert same_end(whole[0], tmp_path / "r")
 
 
+def test_a_step_on_disk_is_a_step_in_the_log(whole, tmp_path, monkeypatch):
+    real, dead = module.save_state, []
+
+    def die(*a, **k):
+        real(*a, **k)
+        dead.append(1)
+        raise KeyboardInterrupt  # as if killed right after the rename
+
+    monkeypatch.setattr(module, "save_state", die)
+    with pytest.raises(KeyboardInterrupt):
+        make(tmp_path / "r").fit()
+    monkeypatch.undo()
+    t = resume(tmp_path / "r")
+    assert dead and t.step == 3 and t.history.step.tolist() == [1, 2, 3]
+    t.fit()
+    assert t.history.step.tolist() == list(range(1, 11)) and same_end(whole[0], tmp_path / "r")
+
+
 def test_killed_before_the_first_checkpoint_starts_again(whole, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         make(tmp_path / "r", callbacks=[At(1, lambda t: (signal.raise_signal(signal.SIGINT), signal.raise_signal(signal.SIGINT)))]).fit()
