@@ -112,7 +112,7 @@ def _last_line(value: dict):
     print(json.dumps(value, default=str), flush=True)
 
 # %% ../nbs/30_cli.ipynb #30-cli-022
-DEMO = dict(block_size=8, num_draft_layers=2, steps=1500, lr=2e-3, eval_every=250, checkpoint_every=500)
+DEMO = dict(block_size=8, num_anchors=64, num_draft_layers=2, init="target", steps=1800, lr=3e-3, attention="eager", eval_every=300, checkpoint_every=600)
 
 def train_parser() -> argparse.ArgumentParser:
     "Options of dflash_train."
