@@ -207,7 +207,7 @@ def split_own(
     body, own = {k: t for k, t in tensors.items() if k not in OWN}, {k: t for k, t in tensors.items() if k in OWN}
     d2t, t2d = body.pop("d2t", None), body.pop("t2d", None)
     if d2t is not None and bool(d2t.any()) or t2d is not None and not bool(t2d.all()): raise ConfigError("tensors d2t and t2d prune the vocabulary, which this drafter cannot do")
-    if tied and OWN[0] in own and OWN[1] not in own: own[OWN[1]] = own[OWN[0]]
+    if tied and OWN[0] in own and OWN[1] not in own: own[OWN[1]] = own[OWN[0]].clone()
     return body, own
 
 # %% ../nbs/12a_formats.ipynb #12a-formats-034
