@@ -21,3 +21,6 @@ from .decode import *
 from .evaluate import *
 from .checkpoint import *
 from .trainer import *
+
+# %% ../nbs/40_all.ipynb #40-all-005
+__all__ = sorted(n for n in globals() if not n.startswith("_"))

@@ -13,7 +13,8 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 
 SKIP = re.compile(r"^#\s*\|\s*(slow|cuda|multigpu|eval:\s*false)\b")
-ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+ROOT = Path(__file__).resolve().parents[1]
+LOCAL = [(re.compile(r" at 0x[0-9a-f]+"), ""), (re.compile(re.escape(str(ROOT)) + "/"), ""), (re.compile(r"/tmp/tmp\w+"), "/tmp/run")]
 
 
 def runs(cell) -> bool:
@@ -21,15 +22,24 @@ def runs(cell) -> bool:
     return cell.cell_type == "code" and not any(SKIP.match(line) for line in cell.source.splitlines()[:3])
 
 
+def plain(text: str) -> str:
+    "Text without memory addresses and names of this machine's folders."
+    for pattern, new in LOCAL:
+        text = pattern.sub(new, text)
+    return text
+
+
 def tidy(outputs: list) -> list:
-    "Outputs without execution counts, memory addresses and progress bars."
+    "Outputs without execution counts, local names and progress bars."
     kept = []
     for out in outputs:
         out.pop("execution_count", None) if out.output_type != "execute_result" else out.update(execution_count=None)
         if out.output_type == "stream":
             if out.name == "stderr":
                 continue
-            out.text = ADDRESS.sub("", out.text)
+            out.text = plain(out.text)
+        elif isinstance(out.get("data", {}).get("text/plain"), str):
+            out.data["text/plain"] = plain(out.data["text/plain"])
         kept.append(out)
     return kept
 
@@ -41,7 +51,7 @@ def execute(path, timeout: int = 120) -> bool:
     start = time.time()
     client = NotebookClient(nb, timeout=timeout, kernel_name="python3",
                             resources={"metadata": {"path": str(path.parent)}})
-    env = dict(os.environ, PYTHONPATH=str(Path(__file__).resolve().parents[1]))
+    env = dict(os.environ, PYTHONPATH=str(ROOT))
     ok = True
     with client.setup_kernel(env=env):
         for i, cell in enumerate(nb.cells):
