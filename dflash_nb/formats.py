@@ -65,7 +65,7 @@ def speculators_config(
         speculators_config=dict(algorithm="dflash", proposal_methods=[proposal], default_proposal_method="greedy",
                                 verifier=dict(name_or_path=verifier or cfg.target_name or None, architectures=kinds)),
         transformer_layer_config={k: z[k] for k in _QWEN3} | dict(dtype=dtype), draft_vocab_size=cfg.vocab_size, block_size=cfg.block_size,
-        aux_hidden_state_layer_ids=[i + 1 for i in cfg.target_layer_ids], mask_token_id=cfg.mask_token_id, target_hidden_size=cfg.target_hidden_size,
+        aux_hidden_state_layer_ids=[i + 1 for i in cfg.target_layer_ids], mask_token_id=cfg.mask_token_id, target_hidden_size=None if cfg.target_hidden_size == cfg.hidden_size else cfg.target_hidden_size,
         sliding_window_non_causal=True, sample_from_anchor=shifted, dflash_nb=dict(layout=cfg.layout, num_target_layers=z["num_target_layers"], **more))
 
 # %% ../nbs/12a_formats.ipynb #12a-formats-016
