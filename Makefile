@@ -9,6 +9,7 @@ venv: $(BIN)/.ready ## build .venv with the pinned packages
 $(BIN)/.ready: constraints.txt settings.ini setup.py ; $(PYTHON) -m venv .venv && $(BIN)/pip install -q -c constraints.txt setuptools wheel && $(BIN)/pip install -q --no-build-isolation -c constraints.txt -e ".[dev,gguf]" && touch $@
 demo: venv      ## train a drafter for the nano target, decode with it, show tau (minutes, CPU)
 	$(BIN)/dflash_train --demo --run_dir runs/demo-$(STAMP) && $(BIN)/dflash_eval runs/demo-$(STAMP)
+test test-slow: export OMP_NUM_THREADS = 1
 test: venv      ## export, cleanliness, lint, notebooks and quick tests (at most 12 minutes on 2 cores)
 	$(BIN)/$(LINT) && timeout 420 $(BIN)/nbdev_test --n_workers 2 --path nbs && timeout 300 $(BIN)/python -m pytest -q --timeout 120 tests
 test-slow: venv ## the long tests (at most 30 minutes)
