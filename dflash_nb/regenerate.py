@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['SlotCache', 'slot_attention', 'Sampling', 'Job', 'Work', 'Slots', 'serve', 'Server', 'regenerate', 'plain_generate',
-           'divergences', 'top_gaps', 'in_dtype', 'bench', 'main']
+           'divergences', 'top_gaps', 'in_dtype', 'bench', 'recorded', 'main']
 
 # %% ../nbs/11_regenerate.ipynb #11-regenerate-001
 import argparse
@@ -32,9 +32,9 @@ import torch.nn.functional as F
 from transformers import AttentionInterface, Cache
 
 from .config import ConfigError, DataError, TargetError
-from .data import Chats, Dataset, Report, Skip, each_row, generator_of, load_chats, open_template
+from .data import Chats, Dataset, Report, Skip, each_row, generator_of, load_chats, nothing_left, open_template
 from .decode import draw_token, generate
-from .target import Target, find_parts, load_target
+from .target import Target, asset, find_parts, load_target
 
 # %% ../nbs/11_regenerate.ipynb #11-regenerate-008
 class SlotCache(Cache):
@@ -87,6 +87,7 @@ def slot_attention(module, query, key, value, attention_mask=None, scaling=None,
     else: out = F.scaled_dot_product_attention(query, key, value, mask, is_causal=mask is None, scale=scale, enable_gqa=cache.rows is not None and groups > 1)
     return out.reshape(n, H, P, E).transpose(1, 2), None
 
+# %% ../nbs/11_regenerate.ipynb #11-regenerate-014
 def _by_matmul(query, key, value, mask, scale, softcap=None):
     "Attention in plain steps; scores are capped before the mask (Gemma 2)."
     scores = query @ key.transpose(2, 3) * scale
@@ -96,21 +97,21 @@ def _by_matmul(query, key, value, mask, scale, softcap=None):
 
 AttentionInterface.register("dflash_slots", slot_attention)
 
-# %% ../nbs/11_regenerate.ipynb #11-regenerate-014
+# %% ../nbs/11_regenerate.ipynb #11-regenerate-020
 class _Speaker:
     "A target's model over its own weights, with attention that knows slots."
     def __init__(self, target, device=None):
         device = torch.device(device or target.device)
-        memo = {id(p): p for p in (*target.model.parameters(), *target._io.parameters())} if device == target.device else {}
-        model, self.io = copy.deepcopy((target.model, target._io), memo)
-        if not memo: model, self.io = model.to(device), self.io.to(device)
+        at_home = device == target.device
+        model, self.io = copy.deepcopy((target.model, target._io), {id(p): p for p in (*target.model.parameters(), *target._io.parameters()) if at_home})
+        if not at_home: model, self.io = model.to(device), self.io.to(device)
         self.decoder, self.device, self.holder, self.target = find_parts(model).decoder, device, [None], target
         for m in model.modules():
             m.slot_cache = self.holder
             if hasattr(m, "config"): m.config._attn_implementation = "dflash_slots"
         probe = target.new_cache()
         target.step(torch.zeros(1, 1, dtype=torch.long), probe)
-        self.like = [(layer.keys.to(device if memo == {} else layer.keys.device), layer.values.to(device if memo == {} else layer.values.device)) for layer in probe.layers]
+        self.like = [tuple(x if at_home else x.to(device) for x in (layer.keys, layer.values)) for layer in probe.layers]
         self.token_bytes = sum(x.numel() * x.element_size() for pair in self.like for x in pair) # of the cache, one position
 
     def __call__(self, ids, pos, cache):
@@ -144,7 +145,7 @@ class Sampling:
         at = draw_token(p, u_N)
         return at if ids is None else ids.gather(1, at[:, None])[:, 0]
 
-# %% ../nbs/11_regenerate.ipynb #11-regenerate-020
+# %% ../nbs/11_regenerate.ipynb #11-regenerate-028
 @dataclass(order=True)
 class Job:
     "One prompt to answer."
@@ -157,6 +158,7 @@ class Job:
     @property
     def need(self): return len(self.ids) + self.limit
 
+# %% ../nbs/11_regenerate.ipynb #11-regenerate-032
 class Work:
     "Jobs of all workers, longest first."
     def __init__(self, jobs): self.jobs, self.lock, self.closed = sorted(jobs), threading.Condition(), False
@@ -278,7 +280,7 @@ def _step(slots, n, reach):
     count += alive
     alive &= ~_ends(slots, said, count, slots.limit[:n])
 
-# %% ../nbs/11_regenerate.ipynb #11-regenerate-032
+# %% ../nbs/11_regenerate.ipynb #11-regenerate-036
 _CAPTURE = threading.Lock()
 
 def _advance(slots):
@@ -296,6 +298,7 @@ def _advance(slots):
         slots.stats.update(graphs=len(slots.graphs), capture_s=slots.stats["capture_s"] + time.perf_counter() - begun)
     for _ in range(left): _step(slots, *key) if slots.graphs is None else slots.graphs[key].replay()
 
+# %% ../nbs/11_regenerate.ipynb #11-regenerate-037
 def _captured(slots, n, reach):
     "One step as a CUDA graph; captures of all threads happen one after another."
     with _CAPTURE, torch.cuda.device(slots.speaker.device):
@@ -305,7 +308,7 @@ def _captured(slots, n, reach):
         with torch.cuda.graph(graph, pool=slots.pool, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"): _step(slots, n, reach)
     return graph
 
-# %% ../nbs/11_regenerate.ipynb #11-regenerate-028
+# %% ../nbs/11_regenerate.ipynb #11-regenerate-049
 def _harvest(slots):
     "(job, new ids) of finished slots, which become free."
     alive, count, pos = torch.stack([slots.alive.long(), slots.count, slots.pos]).tolist()
@@ -316,6 +319,7 @@ def _harvest(slots):
     for s in done: slots.jobs[s] = None
     return out
 
+# %% ../nbs/11_regenerate.ipynb #11-regenerate-051
 def _compact(slots):
     "Move the last slots into free ones where that lets a step be narrower."
     used = slots.used
@@ -327,14 +331,14 @@ def _compact(slots):
         t.index_copy_(0, torch.tensor(dst, device=t.device), t.index_select(0, torch.tensor(src, device=t.device)))
     for a, b in zip(src, dst): slots.jobs[b], slots.ends[b], slots.jobs[a] = slots.jobs[a], slots.ends[a], None
 
-# %% ../nbs/11_regenerate.ipynb #11-regenerate-061
+# %% ../nbs/11_regenerate.ipynb #11-regenerate-053
 def _slot_count(speaker, length, asked, max_new_tokens):
-    "Slots that fit on the device: as asked, or at most 1024 on a GPU (40% of its free memory) and 32 on a CPU."
+    "Slots that fit on the device: as asked, or at most 2048 on a GPU (40% of its free memory) and 32 on a CPU."
     if asked != "auto": return asked
     if speaker.device.type != "cuda": return 32
     free = torch.cuda.mem_get_info(speaker.device)[0]
     each = speaker.token_bytes * length + 16 * speaker.target.vocab_size + 16 * max_new_tokens
-    return max(1, min(1024, int(0.4 * free / each)))
+    return max(1, min(2048, int(0.4 * free / each)))
 
 def _portions(jobs, most, tokens=65536):
     "Jobs in lists of at most `most`, with at most `tokens` padded prompt tokens."
@@ -346,7 +350,7 @@ def _portions(jobs, most, tokens=65536):
         part.append(job)
     if part: yield part
 
-# %% ../nbs/11_regenerate.ipynb #11-regenerate-051
+# %% ../nbs/11_regenerate.ipynb #11-regenerate-054
 @torch.inference_mode()
 def serve(
     speaker, # model with slot attention
@@ -372,6 +376,7 @@ def serve(
                 if stats is not None: stats.append(slots.stats)
         _round(slots, work, emit)
 
+# %% ../nbs/11_regenerate.ipynb #11-regenerate-055
 def _round(slots, work, emit):
     "Refill, a few steps, and what they finished."
     S, free, share = len(slots.jobs), slots.jobs.count(None), max(1, len(slots.jobs) // 8)
@@ -381,7 +386,7 @@ def _round(slots, work, emit):
     slots.step()
     for job, ids in slots.harvest(): emit(job, ids)
 
-# %% ../nbs/11_regenerate.ipynb #11-regenerate-037
+# %% ../nbs/11_regenerate.ipynb #11-regenerate-061
 @dataclass
 class _Chat:
     "One row on its way: which turns are asked for, and the documents so far."
@@ -396,6 +401,7 @@ class _Chat:
         "What was said before the next turn."
         return [self.said.get(i, m) for i, m in enumerate(self.row["messages"][:self.asks[0]])]
 
+# %% ../nbs/11_regenerate.ipynb #11-regenerate-062
 def _asks(messages, turns):
     "Numbers of the messages that the target is to speak. Calls of tools whose results are given stay as they are."
     last = len(messages) - 1
@@ -526,7 +532,7 @@ class _Asker:
         if finish == "length" or not chat.asks: return None
         return self.job(chat, self.render([chat.messages()], chat.row.get("tools"))[0])
 
-# %% ../nbs/11_regenerate.ipynb #11-regenerate-049
+# %% ../nbs/11_regenerate.ipynb #11-regenerate-065
 def _first_jobs(asker, rows):
     "(chats, jobs) of all rows, rendered in groups that share their tools."
     chats, groups, jobs = [], {}, []
@@ -543,13 +549,14 @@ def _first_jobs(asker, rows):
             jobs += [asker.job(chat, ids) for chat, ids in zip(group[k:k + 1000], found)]
     return chats, [j for j in jobs if j is not None]
 
+# %% ../nbs/11_regenerate.ipynb #11-regenerate-068
 def _raw_prompt(tok, row):
     "Prompt ids of a text, or of a pre-tokenised row: what stands before its first supervised token."
     if "text" in row: return tok(row["text"])["input_ids"]
     ids, mask = np.asarray(row["input_ids"]), np.asarray(row["loss_mask"], bool)
     return ids[:int(mask.argmax()) if mask.any() else len(ids)].tolist() or Skip("no prompt before the first supervised token")
 
-# %% ../nbs/11_regenerate.ipynb #11-regenerate-057
+# %% ../nbs/11_regenerate.ipynb #11-regenerate-069
 def _run(workers, work, found, stop, handle, pending):
     "Run worker functions in threads until `pending()` is 0; the first failure is raised here."
     def guarded(fn):
@@ -568,8 +575,10 @@ def _run(workers, work, found, stop, handle, pending):
     finally:
         stop.set()
         work.close()
-        for t in threads: t.join(timeout=60)
+        deadline = time.monotonic() + 10 # a request to a server may take longer: its thread is left behind
+        for t in threads: t.join(timeout=max(0., deadline - time.monotonic()))
 
+# %% ../nbs/11_regenerate.ipynb #11-regenerate-077
 def _local_workers(target, devices, num_slots, stats, asker, work, found, stop):
     "One worker a device, each with its own slots and, on a GPU, its own stream."
     def start(device):
@@ -582,7 +591,7 @@ def _local_workers(target, devices, num_slots, stats, asker, work, found, stop):
         return fn
     return [start(torch.device(d)) for d in (devices or [target.device])]
 
-# %% ../nbs/11_regenerate.ipynb #11-regenerate-054
+# %% ../nbs/11_regenerate.ipynb #11-regenerate-080
 class Server:
     "An OpenAI-compatible server, asked with token ids."
     def __init__(self,
@@ -596,7 +605,8 @@ class Server:
 
     def call(self, path, body=None):
         "JSON of one request; raises `TargetError` that names the address."
-        request = urllib.request.Request(f"{self.url}/{path}", None if body is None else json.dumps(body).encode(), {"Content-Type": "application/json", "Authorization": f"Bearer {os.environ.get('OPENAI_API_KEY', 'none')}"})
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {os.environ.get('OPENAI_API_KEY', 'none')}"}
+        request = urllib.request.Request(f"{self.url}/{path}", None if body is None else json.dumps(body).encode(), headers)
         for attempt in range(self.tries):
             try:
                 with urllib.request.urlopen(request, timeout=self.timeout) as r: return json.load(r)
@@ -610,11 +620,11 @@ class Server:
 
     def answer(self, job, sampling, tok, stops): return _server_answer(self, job, sampling, tok, stops)
 
-# %% ../nbs/11_regenerate.ipynb #11-regenerate-055
+# %% ../nbs/11_regenerate.ipynb #11-regenerate-081
 def _server_answer(server, job, sampling, tok, stops):
     "New token ids of one prompt, the stop token included."
     body = dict(model=server.model, prompt=job.ids, max_tokens=job.limit, temperature=sampling.temperature, stop_token_ids=sorted(stops), return_token_ids=True, skip_special_tokens=False)
-    if sampling.temperature: body |= dict(top_p=sampling.top_p, top_k=sampling.top_k or -1, seed=(sampling.seed * 1_000_003 + job.number) % 2**31)
+    if sampling.temperature: body |= dict(top_p=sampling.top_p, seed=int(job.u[0] * 2**31), **({"top_k": sampling.top_k} if sampling.top_k else {}))
     choice = server.call("completions", body)["choices"][0]
     asked = choice.get("prompt_token_ids")
     if asked is not None and list(asked) != job.ids: raise TargetError(f"server {server.url} changed the prompt ({len(job.ids)} ids became {len(asked)}): turn off its added special tokens")
@@ -628,6 +638,7 @@ def _server_answer(server, job, sampling, tok, stops):
         ids.append(choice["stop_reason"] if isinstance(choice.get("stop_reason"), int) else tok.eos_token_id if tok.eos_token_id in stops else min(stops))
     return ids or Skip("the server's answer is empty", str(choice))
 
+# %% ../nbs/11_regenerate.ipynb #11-regenerate-082
 def _server_workers(server, connections, asker, work, found, stop):
     "Threads that each wait for one answer at a time."
     def fn():
@@ -670,6 +681,7 @@ def regenerate(
     finally:
         if answers.file: answers.file.close()
     ds = _as_dataset(answers, rows, report, talk, max_new_tokens, temperature)
+    ds.tokenizer = tpl.tok
     ds.speed = dict(tokens=tokens, seconds=time.perf_counter() - begun, tok_s=tokens / (time.perf_counter() - begun), caches=stats)
     return ds
 
@@ -698,17 +710,16 @@ def _answer_all(asker, chats, jobs, answers, progress, workers):
     finally: shown.close()
     return shown.tokens
 
-# %% ../nbs/11_regenerate.ipynb #11-regenerate-062
+# %% ../nbs/11_regenerate.ipynb #11-regenerate-083
 def _as_dataset(answers, rows, report, talk, max_new_tokens, temperature):
     "All documents in the order of their rows, with the account."
     docs = [d for row in rows for d in answers.done.get(row["source_row"], ())]
-    report.kept = len(docs)
     for d in docs:
         if d["finish"] == "length": report.note("cut", f"answer ended by max_new_tokens={max_new_tokens}", d["source_row"], f"turn {d['turn'] + 1}")
     usable = [d for d in docs if d["loss_mask"].sum() > 1]
     for d in docs:
         if d["loss_mask"].sum() < 2: report.note("skipped", "answer of one token, so no anchor", d["source_row"])
-    if not usable: raise DataError(f"no answer can be used: {report}")
+    if not usable: raise DataError(nothing_left(report))
     meta = [{k: d[k] for k in ("kind", "source_row", "turn", "finish") if k in d} for d in usable]
     ds = Dataset.from_docs([(d["input_ids"], d["loss_mask"]) for d in usable], meta, report)
     report.kept, report.tokens, report.supervised = len(ds), len(ds.ids), int(ds.mask.sum())
@@ -716,7 +727,7 @@ def _as_dataset(answers, rows, report, talk, max_new_tokens, temperature):
     if talk and talk.from_text: report.method += f" ({talk.from_text} of them tokenised again from text: the server returned no ids)"
     return ds
 
-# %% ../nbs/11_regenerate.ipynb #11-regenerate-065
+# %% ../nbs/11_regenerate.ipynb #11-regenerate-084
 def plain_generate(
     target, # a target
     prompts, # lists of token ids
@@ -730,7 +741,8 @@ def plain_generate(
         P = max(map(len, part))
         ids = torch.tensor([[target.pad_id] * (P - len(p)) + p for p in part], device=d)
         seen = torch.tensor([[0] * (P - len(p)) + [1] * len(p) for p in part], device=d)
-        with torch.inference_mode(): said = target.model.generate(input_ids=ids, attention_mask=seen, max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=list(target.eos_ids), pad_token_id=target.pad_id)
+        how = dict(max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=list(target.eos_ids), pad_token_id=target.pad_id)
+        with torch.inference_mode(): said = target.model.generate(input_ids=ids, attention_mask=seen, **how)
         out += [_to_stop(row, target.eos_ids) for row in said[:, P:].tolist()]
     return out
 
@@ -781,7 +793,7 @@ def in_dtype(
     for p in model.parameters(): p.data = p.data.to(dtype)
     return Target.from_model(model, target.tokenizer, target.name)
 
-# %% ../nbs/11_regenerate.ipynb #11-regenerate-068
+# %% ../nbs/11_regenerate.ipynb #11-regenerate-085
 def _prompt_rows(files, shares, count):
     "User turns of several files, in proportion to `shares`."
     parts = [load_chats(f)[:round(count * s / sum(shares))] for f, s in zip(files, shares)]
@@ -804,10 +816,11 @@ def _agreement(record, name, judge, prompts, a, b, most=1024):
     found = divergences(judge, *(x[:most] for x in (prompts, a, b)))
     gaps = sorted(x["gap"] for x in found)
     at = lambda q: round(gaps[min(len(gaps) - 1, int(q * len(gaps)))], 4) if gaps else 0.
-    record[name] = dict(answers=len(a), identical=sum(x == y for x, y in zip(a, b)), judged=len(found), of_first=min(most, len(a)), gap_median=at(.5), gap_99=at(.99), gap_max=at(1), both_in_top2=sum(x["top2"] for x in found))
+    record[name] = dict(answers=len(a), identical=sum(x == y for x, y in zip(a, b)), judged=len(found), of_first=min(most, len(a)),
+                        gap_median=at(.5), gap_99=at(.99), gap_max=at(1), both_in_top2=sum(x["top2"] for x in found))
     print(name, record[name], flush=True)
 
-# %% ../nbs/11_regenerate.ipynb #11-regenerate-069
+# %% ../nbs/11_regenerate.ipynb #11-regenerate-086
 def bench(args)->dict:
     "Time `regenerate` against plain generate and compare tokens; writes JSON after each part."
     rec, t0 = dict(command="python -m dflash_nb.regenerate " + " ".join(args.argv), date=time.strftime("%Y-%m-%d", time.gmtime()), **_machine(args.device)), time.perf_counter()
@@ -836,6 +849,7 @@ def bench(args)->dict:
     print(json.dumps(rec), flush=True)
     return rec
 
+# %% ../nbs/11_regenerate.ipynb #11-regenerate-087
 def _texts(ds, count, rec):
     "New ids of rows 1 to `count`; empty where there is no document."
     rec.setdefault("caches", []).extend(ds.speed["caches"])
@@ -848,6 +862,12 @@ def _machine(device):
     import transformers
     gpu = torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     return dict(hardware=gpu, python=platform.python_version(), torch=torch.__version__, transformers=transformers.__version__)
+
+# %% ../nbs/11_regenerate.ipynb #11-regenerate-089
+def recorded(name="results/regenerate.json"):
+    "The stored result of the benchmark, or None."
+    try: return json.loads(asset(name).read_text())
+    except DataError: return None
 
 # %% ../nbs/11_regenerate.ipynb #11-regenerate-070
 def main(argv=None):

@@ -293,11 +293,22 @@ def test_every_malformed_row_is_named_and_the_good_ones_are_kept(tmp_path):
     path = tmp_path / "chats.jsonl"
     path.write_bytes(b"\n".join(lines) + b"\n")
     ds = encode_chats(load_chats(path), make_tokenizer(untag(CHATML)))
+    assert ds.ids.max() < 260
     rep = ds.report.as_dict()
     assert (rep["seen"], rep["kept"]) == (1000, 900) and {k: v["rows"] for k, v in rep["skipped"].items()} == want
     assert all(f"{len(v)}  {k}: row" in str(ds.report) and str(v[0]) in str(ds.report) for k, v in want.items())
     assert [m["source_row"] for m in ds.meta] == [n for n in range(1, 1001) if n % 10]
     json.dumps(rep)
+    assert len(want) >= 20
+    from tiny import tiny_target
+
+    from dflash_nb.trainer import Trainer
+
+    record = Trainer(tiny_target(), ds, TrainConfig(**TRAIN), run_dir=tmp_path / "run").fit()
+    assert record.outcome == "finished" and record.step == 2, "the 900 good rows train"
+
+
+TRAIN = dict(block_size=4, num_draft_layers=1, row_len=96, token_budget=96, num_anchors=8, steps=2, eval_every=2, checkpoint_every=2)
 
 
 def test_encoding_twice_counts_once_and_lists_may_be_sliced():
@@ -356,7 +367,12 @@ def test_sharegpt_and_parts_become_messages():
             {
                 "messages": [
                     {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
-                    {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": "{\"a\": 1}"}}], "name": None},
+                    {
+                        "role": "assistant",
+                        "content": None,
+                        "tool_calls": [{"function": {"name": "f", "arguments": '{"a": 1}'}}],
+                        "name": None,
+                    },
                 ]
             },
         ]
@@ -364,7 +380,10 @@ def test_sharegpt_and_parts_become_messages():
     assert [(m["role"], m["content"]) for m in rows[0]["messages"]] == [("system", "S"), ("user", "a"), ("assistant", "b")] and rows[0][
         "id"
     ] == 7
-    assert rows[1]["messages"] == [dict(role="user", content="ab"), dict(role="assistant", content="", tool_calls=[{"function": {"name": "f", "arguments": {"a": 1}}}])]
+    assert rows[1]["messages"] == [
+        dict(role="user", content="ab"),
+        dict(role="assistant", content="", tool_calls=[{"function": {"name": "f", "arguments": {"a": 1}}}]),
+    ]
 
 
 def test_all_rows_skipped_is_an_error_with_reasons():
@@ -374,6 +393,328 @@ def test_all_rows_skipped_is_an_error_with_reasons():
         encode_chats(["text"], object())
     with pytest.raises(DataError, match="turns='first'"):
         encode_chats(["text"], make_tokenizer(CHATML), turns="first")
+
+
+def test_pieces_and_whole_renderings_agree_or_are_not_trusted(monkeypatch):
+    tok, rows = make_tokenizer(untag(CHATML)), [{"messages": turns(*(f"text {i} {j}" for j in range(6)))} for i in range(40)]
+    right, calls = encode_chats(rows, tok), []
+    assert right.report.method == "the difference of renderings"
+    size = data._Whole.size
+    monkeypatch.setattr(data._Whole, "size", lambda self, j, part: calls.append(j) or size(self, j, part))
+    encode_chats(rows, tok)
+    assert len(calls) == 16 * 5, "only the first chats are tokenised again from their start"
+    monkeypatch.setattr(data._Pieces, "size", lambda self, j, part: 3)
+    assert encode_chats(rows, tok).fingerprint() == right.fingerprint()
+
+
+# ---- sources of other kinds
+
+
+def rows_of(n=30):
+    return [{"messages": turns(f"q{i}", f"answer {i}"), "kind": "k"} for i in range(n)]
+
+
+def test_streams_read_again_and_count_once(tmp_path):
+    path = tmp_path / "x.jsonl"
+    path.write_text("\n".join(json.dumps(r) for r in rows_of()) + "\n{\n")
+    stream, tok = load_chats(path, stream=True), make_tokenizer(CHATML)
+    want = encode_chats(load_chats(path), tok, chunk=7)
+    for _ in range(2):
+        got = encode_chats(stream, tok, chunk=7)
+        assert got.fingerprint() == want.fingerprint() and got.report.as_dict() == want.report.as_dict()
+    assert want.report.skipped["not valid JSON"].rows == [31]
+    (tmp_path / "none.jsonl").write_text("")
+    with pytest.raises(DataError, match="has no rows"):
+        encode_chats(load_chats(tmp_path / "none.jsonl", stream=True), tok)
+
+
+def test_a_stream_into_a_folder_keeps_memory_flat(tmp_path):
+    import tracemalloc
+
+    row, tok = rows_of(1)[0], make_tokenizer(CHATML)
+    row["messages"][1]["content"] = "x" * 2000
+
+    def peak(n):
+        tracemalloc.start()
+        ds = encode_chats(data.Stream([row] * n), tok, chunk=20, folder=tmp_path / str(n))
+        top = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert len(ds) == n and isinstance(ds._ids.base, np.memmap)
+        return top
+
+    peak(40)
+    assert peak(400) < peak(100) + 200_000  # a token costs nothing, a document some bytes
+
+
+def test_folders_open_again_and_torn_ones_are_refused(tmp_path):
+    tok = make_tokenizer(CHATML)
+    ds = encode_chats(rows_of(), tok, folder=tmp_path / "d")
+    again = data.open_dataset(tmp_path / "d")
+    assert again.fingerprint() == ds.fingerprint() == encode_chats(rows_of(), tok).fingerprint() and again.meta == ds.meta
+    rest, held = again.split(0.2, seed=3)
+    memory = encode_chats(rows_of(), tok).split(0.2, seed=3)
+    assert (rest.fingerprint(), held.fingerprint()) == (memory[0].fingerprint(), memory[1].fingerprint())
+    assert rest.save(tmp_path / "r").fingerprint() == rest.fingerprint()
+    assert same(batch_at(pack(rest, 128), CFG, 3), batch_at(pack(memory[0], 128), CFG, 3))
+    with pytest.raises(DataError, match="no finished dataset"):
+        data.open_dataset(tmp_path)
+    (tmp_path / "d" / "mask.bin").write_bytes(b"1")
+    with pytest.raises(DataError, match="damaged"):
+        data.open_dataset(tmp_path / "d")
+
+
+def test_parquet(tmp_path):
+    pq, pa = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
+    rows = rows_of() + [
+        {
+            "messages": [*turns("time?"), dict(role="assistant", content="", tool_calls=[dict(function=dict(name="f", arguments="{}"))])],
+            "kind": None,
+        }
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "x.parquet")
+    assert load_chats(tmp_path / "x.parquet") == list(load_chats(tmp_path / "x.parquet", stream=True)) == load_chats(rows)
+    import pandas as pd
+
+    assert load_chats(pd.read_parquet(tmp_path / "x.parquet")) == load_chats(rows)
+    (tmp_path / "y.parquet").write_bytes(b"no")
+    with pytest.raises(DataError, match="no Parquet file"):
+        load_chats(tmp_path / "y.parquet")
+
+
+def test_parquet_through_a_stand_in(tmp_path, monkeypatch):
+    "What is asked of the reader: batches of rows, as Python objects."
+    import sys
+    import types
+
+    asked = []
+
+    class ParquetFile:
+        def __init__(self, path):
+            asked.append(path)
+
+        def iter_batches(self, batch_size):
+            asked.append(batch_size)
+            for part in (rows_of()[:10], rows_of()[10:]):
+                yield types.SimpleNamespace(to_pylist=lambda part=part: part)
+
+    module = types.ModuleType("pyarrow.parquet")
+    module.ParquetFile = ParquetFile
+    monkeypatch.setitem(sys.modules, "pyarrow", types.ModuleType("pyarrow"))
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", module)
+    (tmp_path / "x.parquet").write_bytes(b"PAR1")
+    assert load_chats(tmp_path / "x.parquet") == load_chats(rows_of()) and asked == [str(tmp_path / "x.parquet"), 1000]
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    with pytest.raises(DataError, match="pip install pyarrow"):
+        load_chats(tmp_path / "x.parquet")
+
+
+def test_names_on_the_hub_through_a_stand_in(monkeypatch):
+    import sys
+    import types
+
+    asked, lib = [], types.ModuleType("datasets")
+
+    class Splits(dict):
+        column_names = {}
+
+    def load_dataset(name, split=None, streaming=False):
+        asked.append((name, split, streaming))
+        if name == "gone":
+            raise ValueError("no such set\nat all")
+        sets = Splits(train=rows_of(), test=rows_of(3))
+        return sets[split] if split else sets
+
+    lib.load_dataset = load_dataset
+    monkeypatch.setitem(sys.modules, "datasets", lib)
+    assert len(load_chats("org/set")) == 30 and len(load_chats("org/set", split="test")) == 3
+    assert len(list(load_chats("org/set", split="test", stream=True))) == 3 and asked[-1] == ("org/set", "test", True)
+    assert len(load_chats(Splits(test=rows_of(3)))) == 3 and len(load_chats(Splits(train=rows_of(2), x=[]))) == 2
+    with pytest.raises(DataError, match="splits a, b: choose one with split="):
+        load_chats(Splits(a=[], b=[]))
+    with pytest.raises(DataError, match="no Hugging Face dataset.*no such set at all"):
+        load_chats("gone")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(DataError, match="pip install datasets"):
+        load_chats("org/set")
+
+
+def test_a_table_of_the_datasets_library():
+    lib, pa = pytest.importorskip("datasets"), pytest.importorskip("pyarrow")
+    rows = rows_of(5)
+    table = lib.Dataset(lib.table.InMemoryTable(pa.Table.from_pylist(rows)), fingerprint="f")
+    assert load_chats(table) == load_chats(lib.DatasetDict(train=table)) == list(load_chats(table, stream=True)) == load_chats(rows)
+
+
+def test_calls_tools_and_system_turns_that_are_broken():
+    def call(c):
+        return {"messages": [*turns("q"), dict(role="assistant", content="", tool_calls=c)]}
+
+    bad = [
+        call([{"x": 1}]),
+        call("text"),
+        dict(messages=turns("q", "a"), tools="none"),
+        dict(messages=turns("q", "a"), tools=[1]),
+        dict(messages=[*turns("q"), dict(role="assistant", content="a", reasoning=5)]),
+    ]
+    rows = load_chats([*bad, dict(messages=turns("q", "a"), system="S", tools=None)])
+    assert rows[0]["messages"][0] == dict(role="system", content="S") and "tools" not in rows[0] and len(rows) == 1
+    assert {k: v.rows for k, v in rows.report.skipped.items()} == {
+        "a tool call without a function's name": [1, 2],
+        "tools is no list of objects": [3, 4],
+        "a message's thinking is not text": [5],
+    }
+
+
+def test_too_little_supervision_is_counted():
+    rows = [{"input_ids": list(range(40)), "loss_mask": [0] * (40 - n) + [1] * n} for n in (7, 8, 9, 16)]
+    ds = encode_chats(rows, make_tokenizer(CHATML), min_supervised=9)
+    assert len(ds) == 2 and ds.report.skipped["fewer than 9 supervised tokens"].rows == [1, 2]
+    with pytest.raises(DataError, match="min_supervised=1"):
+        encode_chats(rows, make_tokenizer(CHATML), min_supervised=1)
+    with pytest.raises(DataError, match="fewer than 99"):
+        encode_chats(rows, make_tokenizer(CHATML), min_supervised=99)
+
+
+@pytest.mark.slow
+def test_a_hundred_thousand_chats(tmp_path):
+    "At least 20,000 rows a minute on two cores, with memory that does not grow with the text."
+    import os
+    import resource
+
+    path, rng = tmp_path / "x.jsonl", np.random.default_rng(0)
+    words = "the answer number three of seven and plus because result sum total is".split()
+    pool = [" ".join(rng.choice(words, 800)) for _ in range(999)]
+    with open(path, "w") as f:
+        for _n in range(100_000):
+            said = [pool[i % 999][: int(k)] for i, k in zip(rng.integers(0, 999, 4), rng.lognormal(4.5, 0.9, 4).clip(8, 4000), strict=True)]
+            f.write(json.dumps(dict(messages=turns(*said))) + "\n")
+    tok = load_nano_tokenizer()
+    tok.chat_template = untag(tok.chat_template)
+    before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.time()
+    ds = encode_chats(load_chats(path, stream=True), tok, folder=tmp_path / "ds")
+    packed = pack(ds, 3072)
+    seconds, grown = time.time() - start, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    rec = dict(
+        rows=len(ds),
+        tokens=len(ds._ids),
+        seconds=round(seconds, 1),
+        rows_per_minute=round(60 * len(ds) / seconds),
+        memory_growth_mib=round(grown),
+        file_mb=round(path.stat().st_size / 1e6),
+        method=ds.report.method,
+        utilisation=round(packed.utilisation, 4),
+        row_len=3072,
+    )
+    print(json.dumps(rec))
+    if os.environ.get("DFLASH_RESULTS"):
+        import platform
+
+        import tokenizers
+        import transformers
+
+        rec |= dict(
+            date=time.strftime("%Y-%m-%d"),
+            hardware=f"{os.cpu_count()} CPU cores ({platform.machine()})",
+            python=platform.python_version(),
+            transformers=transformers.__version__,
+            tokenizers=tokenizers.__version__,
+            command="DFLASH_RESULTS=data/results/data_100k.json python -m pytest --slow -s tests/test_data.py -k hundred_thousand",
+        )
+        with open(os.environ["DFLASH_RESULTS"], "w") as f:
+            f.write(json.dumps(rec, indent=1) + "\n")
+    assert rec["rows_per_minute"] > 20_000 and grown < 400 and packed.utilisation > 0.97
+
+
+def load_nano_tokenizer():
+    from transformers import AutoTokenizer
+
+    from dflash_nb.target import asset
+
+    return AutoTokenizer.from_pretrained(asset("nano"))
+
+
+# ---- show, quotas, coverage, hidden states
+
+
+def test_show_marks_what_is_trained(monkeypatch):
+    tok = make_tokenizer(CHATML)
+    ds = encode_chats([{"messages": turns("a <b> question", "an & answer " * 5)}] * 4, tok)
+    shown = ds.show(2, CFG)
+    assert len(shown.parts) == 2 and repr(ds.show(2)) == repr(ds.show(2)) and repr(ds.show(1, seed=1))
+    page = shown._repr_html_()
+    assert "&lt;b&gt;" in page and "&amp;" in page and "<b> question" not in page and "outline" in page
+    for _, tokens in shown.parts:
+        at = [i for i, t in enumerate(tokens) if t[2]]
+        assert all(tokens[i][1] for i in at)
+        want = {k for i in at for k in range(i + 1, i + CFG.block_size) if k < len(tokens) and tokens[k][1]}
+        assert {i for i, t in enumerate(tokens) if t[3]} == want
+    with pytest.raises(DataError, match="no tokenizer"):
+        make_docs().show()
+
+
+@pytest.mark.parametrize("sizes, slots", [([50, 9, 4], 12), ([50, 9, 4], 60), ([3, 3, 3, 3], 6), ([20], 7), ([2, 30], 1)])
+def test_quotas_are_equal_up_to_what_a_document_has(sizes, slots):
+    doc = np.repeat(np.arange(len(sizes)), sizes)
+    doc = np.r_[doc, [-1] * 5]
+    valid = valid_anchors(doc >= 0, doc)
+    keys = np.random.default_rng(1).random((1, len(doc)))
+    at, keep = data._smallest(data.quota_keys(keys, valid[None], doc[None]), valid[None], slots)
+    got = np.bincount(doc[at[keep]], minlength=len(sizes))
+    room = np.array(sizes) - 1
+    assert keep.sum() == min(slots, room.sum()) and valid[at[keep]].all()
+    full = got == room
+    assert np.ptp(got[~full]) <= 1 if (~full).any() else True
+    assert not full.any() or full.all() or got[full].max() <= got[~full].max() + 1
+
+
+def test_the_policy_is_read_from_the_config():
+    packed = pack(make_docs(low=4, high=100), 128)
+    uniform, quota = (batch_at(packed, with_policy(p), 0) for p in ("row", "document"))
+    assert same(uniform, batch_at(packed, CFG, 0)) and not torch.equal(uniform.anchors_RN, quota.anchors_RN)
+    with pytest.raises(ConfigError, match="anchor_policy='best'"):
+        batch_at(packed, with_policy("best"), 0)
+
+
+def with_policy(policy):
+    class Config:
+        block_size, row_len, token_budget, num_anchors, seed, layout, anchor_policy = 8, 128, 512, 6, 5, "anchor-first", policy
+
+    return Config
+
+
+def test_coverage_counts_what_blocks_predict():
+    packed = pack(make_docs(40), 128)
+    cover = data.coverage(packed, CFG)
+    batch = batch_at(packed, CFG | dict(token_budget=128 * len(packed)), 0)
+    reached = 0
+    for r in range(len(packed)):
+        hit = set()
+        for a in batch.anchors_RN[r][batch.keep_RN[r]].tolist():
+            for p in range(a + 1, min(a + CFG.block_size, 128)):
+                if batch.doc_RT[r, p] == batch.doc_RT[r, a] and batch.loss_RT[r, p]:
+                    hit.add(p)
+        reached += len(hit)
+    assert (cover.reached, cover.anchors, cover.supervised) == (reached, int(batch.keep_RN.sum()), int(batch.loss_RT.sum()))
+    assert cover.rows == len(packed) and cover.documents == 40 and 0 < cover.share < 1 and "supervised tokens" in repr(cover)
+    assert data.coverage(packed, CFG | dict(num_anchors=200)).share > 0.9 and data.coverage(packed, CFG, rows=3).rows == 3
+    json.dumps(cover.as_dict())
+
+
+def test_the_guard_drops_bad_rows_and_stops_when_none_is_left():
+    batch, guard = batch_at(pack(make_docs(), 128), CFG, 0), data.StateGuard()
+    feats, final = torch.randn(4, 128, 6), torch.randn(4, 128, 3)
+    kept, f, h = guard(batch, feats, final)
+    assert torch.equal(kept.keep_RN, batch.keep_RN) and torch.equal(f, feats) and torch.equal(h, final) and guard.read() == 0
+    feats[2, 3, 1], final[0, 5, 0] = float("nan"), float("inf")
+    pad = (batch.doc_RT[1] < 0).nonzero()
+    if len(pad):
+        feats[1, pad[0, 0]] = float("nan")
+    kept, f, h = guard(batch, feats, final)
+    assert kept.keep_RN.any(1).tolist() == [False, True, False, True] and torch.isfinite(f).all() and torch.isfinite(h).all()
+    assert guard.read() == 2 and guard.rows == [int(batch.row_ids[0]), int(batch.row_ids[2])] and "2 of 8 rows" in repr(guard)
+    guard(batch, feats * float("nan"), final)
+    with pytest.raises(DataError, match="not finite in all 4 rows of batch 0.*bfloat16"):
+        guard.read()
 
 
 # ---- splits
