@@ -1,12 +1,14 @@
 """Drafter: one block at a time by Hugging Face's own modules, train/decode parity, no view of the future, composition."""
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from dflash_nb.blocks import make_blocks
-from dflash_nb.config import ConfigError, DrafterConfig
+from dflash_nb.config import ConfigError, DrafterConfig, TrainConfig
 from dflash_nb.drafter import Drafter, Rope, flex_mask, pick_attention, rotate
+from dflash_nb.losses import block_loss
 
 torch.set_num_threads(1)
 BACKENDS, LAYOUTS = ["eager", "sdpa", "dense", "flex"], ["anchor-first", "shifted"]
@@ -127,11 +129,12 @@ def test_k1_a_served_block_equals_the_trained_one(attention, layout):
         assert torch.equal(again[0], served) and cache.length == a - s
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("attention", BACKENDS)
-def test_k2_the_future_changes_nothing(attention):
+def test_k2_the_future_changes_nothing(attention, layout):
     "Overlapping anchors 10, 12, 14 in the second document: a block moves only when something before its own anchor does."
     d = drafter()
-    batch, blocks, feats, table = case()
+    batch, blocks, feats, table = case(layout=layout)
     for edge in (2, 10, 12, 14):
         other = SimpleNamespace(**vars(batch))
         at_anchor = torch.zeros(feats.shape[1], dtype=torch.bool)
@@ -141,7 +144,7 @@ def test_k2_the_future_changes_nothing(attention):
         moved[:, edge:] += 3.0
         with torch.no_grad():
             a = run(d, batch, blocks, feats, table, attention)
-            b = run(d, other, make_blocks(other, 4, 99), moved, table, attention)
+            b = run(d, other, make_blocks(other, 4, 99, layout), moved, table, attention)
         for r, n in kept(blocks):
             s, anchor = int(blocks.start_RN[r, n]), int(blocks.anchors_RN[r, n])
             same = torch.equal(a[r, n], b[r, n])
@@ -179,6 +182,24 @@ def gradient(d, batch, blocks, feats, table, attention, pick):
     return mine.detach(), torch.cat([p.grad.flatten() for p in d.parameters()])
 
 
+def only(blocks, pick):
+    "The same blocks, all dropped but the picked ones, in the input as in the loss."
+    keep = torch.zeros_like(blocks.keep_RN)
+    for r, n in pick:
+        keep[r, n] = True
+    ids = torch.where(keep[..., None], blocks.ids_RNB, 99)
+    return replace(blocks, keep_RN=keep, ids_RNB=ids, valid_RNB=blocks.valid_RNB & keep[..., None])
+
+
+def trained_loss(d, batch, blocks, feats, table, attention, cfg):
+    "(LossOut, gradients) of the loss that is trained, without its division."
+    d.zero_grad()
+    h = run(d, batch, blocks, feats, table, attention)
+    out = block_loss(h, blocks, SimpleNamespace(head=lambda x: x @ table.T), cfg)
+    out.total.backward()
+    return out, torch.cat([p.grad.flatten() for p in d.parameters()])
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("attention", ["eager", "sdpa", "dense"])
 def test_k3_alone_padded_batched_packed(attention, layout):
@@ -200,6 +221,26 @@ def test_k3_alone_padded_batched_packed(attention, layout):
     for out, grad, label in zip(outs[1:], grads[1:], labels[1:], strict=True):
         assert torch.allclose(out, outs[0], rtol=1e-10, atol=1e-12) and torch.equal(label, labels[0])
         assert torch.allclose(grad, grads[0], rtol=1e-10, atol=1e-10)
+    for knobs in (dict(gamma=2.0), dict(weighting="dpace")):
+        cfg = TrainConfig(block_size=4, layout=layout, **knobs)
+        losses = [trained_loss(d, s[0], only(s[1], pick), s[2], s[3], attention, cfg) for s, pick in settings]
+        for out, grad in losses[1:]:
+            torch.testing.assert_close(out.total, losses[0][0].total, rtol=1e-10, atol=0)
+            torch.testing.assert_close(out.denominator, losses[0][0].denominator, rtol=1e-12, atol=0)
+            assert torch.allclose(grad, losses[0][1], rtol=1e-10, atol=1e-12) and torch.equal(out.count_B, losses[0][0].count_B)
+        assert losses[0][0].total > 0
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_k3_flex_forward_alone_and_packed(layout):
+    d = drafter()
+    alone = case(docs=(11,), anchors=(1, 3, 5), keep=(1, 1, 1), R=1, pad=0, layout=layout)
+    batch, _, feats, table = case(docs=(4, 11, 6), anchors=(1, 5, 7, 9, 16), keep=(1, 1, 1, 1, 0), pad=2, R=2, layout=layout, seed=9)
+    batch.ids_RT[1, 4:15], feats[1, 4:15] = alone[0].ids_RT[0], alone[2][0]
+    with torch.no_grad():
+        want = run(d, *alone, "flex")[0]
+        got = run(d, batch, make_blocks(batch, 4, 99, layout), feats, alone[3], "flex")[1, 1:4]
+    assert torch.allclose(got, want, atol=1e-5)
 
 
 def test_gradients_agree_between_backends():

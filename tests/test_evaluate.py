@@ -85,14 +85,16 @@ def test_walk_follows_a_draft_budget(target, trained, layout):
         assert walk_tau(trained[layout], target, docs, num_draft=k).lengths == real
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("backend", ["eager", "sdpa", "flex"])
-def test_walk_on_every_backend(target, trained, backend):
-    drafter = trained["anchor-first"]
+def test_walk_on_every_backend(target, trained, backend, layout):
+    drafter = trained[layout]
     docs = Docs(answers(target, PROMPTS[:2], 20, stop_ids=()))
     kept, drafter.attention = drafter.attention, backend
     try:
         real = [speculate(target, drafter, p, 20, stop_ids=()).lengths for p in PROMPTS[:2]]
         assert walk_tau(drafter, target, docs, chunk=32).lengths == real
+        assert len({x for r in real for x in r}) >= 2, real
     finally:
         drafter.attention = kept
 
