@@ -217,7 +217,7 @@ class _DraftSide:
         self.drafter, self.like, self.home = drafter, next(drafter.parameters()), target.device
         self.layer_ids, self.first = drafter.cfg.target_layer_ids, first_slot(drafter.cfg.layout)
         self.budget, self.shrink_last = drafts_a_call(drafter.cfg, num_draft), shrink_last
-        self.io = target.io(self.like.device, self.like.dtype) if io is None else io
+        self.io = drafter.io(target) if io is None else io
         self.cache = drafter.new_cache()
 
     def __call__(self, req, out, feats_1TF, at):

@@ -319,9 +319,8 @@ def _all_ids(prompts, target):
     return out
 
 def _io(drafter, target):
-    "The target's embedding and head where the drafter lives, in its type."
-    like = next(drafter.parameters())
-    return target.io(like.device, like.dtype)
+    "The embedding and head of the drafter, its own or the target's, where it lives and in its type."
+    return drafter.io(target)
 
 def _row(i, prompt, by, run, ref, identical):
     "Row of the table: one prompt."

@@ -32,7 +32,7 @@ from .checkpoint import CheckpointError, drafter_folder, load_drafter, load_stat
 from .config import ConfigError, DataError, DflashError, DrafterConfig, TrainConfig
 from .decode import speculate
 from .evaluate import DEFINITIONS, evaluate, load_report, pooled_tau, prompt_ids
-from .formats import OWN, config_format, leaves, own_head, read_drafter_config, speculators_config, zlab_config
+from .formats import OWN, config_format, leaves, read_drafter_config, speculators_config, zlab_config
 from .reader import Reader, layer_rules, reader_decode, reader_logits
 from .target import asset, load_target
 
@@ -116,7 +116,7 @@ def live_logits(
 ): # [K, V] float32 on the CPU
     "Logits of one probe block as the decoder computes them, through the drafter's cache."
     like, ids = next(drafter.parameters()), probe_ids(target)
-    io = own_head(target, drafter).io(like.device, like.dtype)
+    io = drafter.io(target)
     if feats_TF is None: feats_TF = probe_features(drafter, target)
     pos_T = torch.arange(anchor, device=like.device) * step
     cache = drafter.extend(drafter.new_cache(), feats_TF[None, :anchor].to(like), pos_T)
@@ -217,7 +217,9 @@ def as_stored(
     target, # where it is to run
 ):
     "The drafter as a server gets it: rounded to the stored type, computing in float32, on the target's device."
-    return copy.deepcopy(d).to(dtype).float().to(target.device)
+    new = copy.deepcopy(d).to(dtype).float().to(target.device)
+    new.own = {k: t.to(dtype).float() for k, t in getattr(d, "own", {}).items()}
+    return new
 
 def file_hash(
     path, # any file
@@ -545,8 +547,7 @@ def check_tau(
     max_new_tokens:int, # a prompt
 ):
     "Real decoding on both sides: the same tokens a call in float32, tau within a tenth in lower precision."
-    view = own_head(target, live)
-    runs = [(reader_decode(reader, target, p, max_new_tokens), speculate(view, live, p, max_new_tokens)) for p in prompts]
+    runs = [(reader_decode(reader, target, p, max_new_tokens), speculate(target, live, p, max_new_tokens)) for p in prompts]
     tau = [pooled_tau([sum(r) for r in side], [len(r) for r in side]) for side in ([a[1] for a, _ in runs], [b.lengths for _, b in runs])]
     exact = target.dtype in (torch.float32, torch.float64)
     same = all(a[0] == b.ids and a[1] == b.lengths for a, b in runs) if exact else abs(tau[0] - tau[1]) <= .1 * tau[1]
@@ -677,7 +678,7 @@ def _measure(d, target, n):
     "An `EvalReport` on the first n packaged prompts, or None."
     if not n: return None
     prompts = [json.loads(x) for x in asset("heldout.jsonl").read_text().splitlines()[:n]]
-    return evaluate(d, own_head(target, d), prompts)
+    return evaluate(d, target, prompts)
 
 # %% ../nbs/19_export.ipynb #19-export-063
 def main_export(

@@ -4,10 +4,9 @@
 
 # %% auto #0
 __all__ = ['SPECULATORS_VERSION', 'OWN', 'head_facts', 'zlab_config', 'speculators_config', 'leaves', 'config_format',
-           'read_drafter_config', 'read_tensors', 'split_own', 'own_head']
+           'read_drafter_config', 'read_tensors', 'split_own']
 
 # %% ../nbs/12a_formats.ipynb #12a-formats-001
-import copy
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -209,24 +208,3 @@ def split_own(
     if d2t is not None and bool(d2t.any()) or t2d is not None and not bool(t2d.all()): raise ConfigError("tensors d2t and t2d prune the vocabulary, which this drafter cannot do")
     if tied and OWN[0] in own and OWN[1] not in own: own[OWN[1]] = own[OWN[0]].clone()
     return body, own
-
-# %% ../nbs/12a_formats.ipynb #12a-formats-034
-class _Rows(torch.nn.Module):
-    "A table that looks like an embedding or a linear layer."
-    def __init__(self, weight):
-        super().__init__()
-        self.weight, self.bias = torch.nn.Parameter(weight, requires_grad=False), None
-
-def own_head(
-    target, # `Target`
-    drafter, # `Drafter`; its `own` tables, if any, replace the target's
-): # `Target`: the same one where the drafter owns nothing
-    "The target with `io()` giving the drafter's own embedding and head."
-    own = getattr(drafter, "own", None)
-    if not own: return target
-    view, p = copy.copy(target), target.parts
-    place = lambda t, like: _Rows(t.to(like.device, like.dtype))
-    table = place(own[OWN[0]], p.table.weight) if OWN[0] in own else p.table
-    head = place(own[OWN[1]], p.lm_head.weight) if OWN[1] in own else p.lm_head
-    view.parts, view.owns_head = replace(p, table=table, lm_head=head), True
-    return view

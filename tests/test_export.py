@@ -12,11 +12,11 @@ from tiny import FAMILIES, tiny_target
 from dflash_nb.blocks import make_blocks
 from dflash_nb.checkpoint import CheckpointError, load_drafter, save_drafter, save_state
 from dflash_nb.config import ConfigError, TrainConfig
-from dflash_nb.drafter import Drafter
+from dflash_nb.drafter import Drafter, own_head
 from dflash_nb.evaluate import evaluate
 from dflash_nb.export import (
     ExportError, export_config, export_drafter, main_export, model_card, probe_record, push_drafter, target_hash, verify_export)
-from dflash_nb.formats import leaves, own_head, read_drafter_config, speculators_config, zlab_config
+from dflash_nb.formats import leaves, read_drafter_config, speculators_config, zlab_config
 from dflash_nb.optim import make_optimizer
 from dflash_nb.reader import ReadError, Reader, reader_decode, rope_frequencies
 
