@@ -310,7 +310,7 @@ def _compute_dtype(drafter, device):
     return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else drafter.fc.weight.dtype
 
 # %% ../nbs/07_drafter.ipynb #07-drafter-048
-_COPIES = {f"self_attn.{n}_proj.weight": True for n in "qkvo"} | {f"mlp.{n}_proj.weight": True for n in ("gate", "up", "down")}
+_COPIES = [f"self_attn.{n}_proj.weight" for n in "qkvo"] + [f"mlp.{n}_proj.weight" for n in ("gate", "up", "down")]
 
 def spread_layers(
     num_layers:int, # decoder layers of the target, L
@@ -321,12 +321,15 @@ def spread_layers(
 
 def _norm_weight(norm, size):
     "What a norm multiplies by, whether it stores w or w - 1."
-    p = next(norm.parameters())
-    return norm(torch.ones(size, dtype=p.dtype, device=p.device)).float()
+    norm = copy.deepcopy(norm).float()
+    # so far from 0 that the norm's epsilon is lost in rounding
+    return norm(torch.full((size,), 1e3, device=next(norm.parameters()).device))
 
 def _check_copy(drafter, source, number):
-    "A target layer has the drafter's tensors, in its shapes; raises `ConfigError`."
+    "A target layer has the drafter's tensors, in its shapes, and no others; raises `ConfigError`."
     have, want = dict(source.named_parameters()), dict(drafter.layers[0].named_parameters())
+    for name in have:
+        if name not in want: raise ConfigError(f"init='target': the target's layer {number} has {name}, for which the drafter has no place: use init='random'")
     for name in [*_COPIES, "input_layernorm.weight", "post_attention_layernorm.weight"]:
         if name not in have: raise ConfigError(f"init='target': the target's layer {number} has no {name}, so it cannot be copied: use init='random'")
         if have[name].shape != want[name].shape:
@@ -340,9 +343,9 @@ def copy_target_layers(
 )->list: # the target layers that were copied
     "Start from the target's own layers and final norm; raises `ConfigError` where names or shapes differ."
     parts, D, picked = target.parts, drafter.cfg.hidden_size, spread_layers(target.num_layers, len(drafter.layers))
+    for i in picked: _check_copy(drafter, parts.layers[i], i)
     for layer, i in zip(drafter.layers, picked):
         source = parts.layers[i]
-        _check_copy(drafter, source, i)
         have, mine = dict(source.named_parameters()), dict(layer.named_parameters())
         for name in _COPIES: mine[name].copy_(have[name])
         for name in "qkv": mine[f"self_attn.{name}_proj.weight"].mul_(_norm_weight(source.input_layernorm, D).to(layer.mlp.up_proj.weight.device))

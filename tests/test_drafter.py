@@ -4,10 +4,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tiny import tiny_target
+from transformers import DynamicCache
 
 from dflash_nb.blocks import make_blocks
 from dflash_nb.config import ConfigError, DrafterConfig, TrainConfig
-from dflash_nb.drafter import Drafter, Rope, flex_mask, pick_attention, rotate
+from dflash_nb.drafter import Drafter, Rope, _norm_weight, copy_target_layers, flex_mask, pick_attention, rotate
 from dflash_nb.losses import block_loss
 
 torch.set_num_threads(1)
@@ -203,9 +205,9 @@ def trained_loss(d, batch, blocks, feats, table, attention, cfg):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("attention", ["eager", "sdpa", "dense"])
 def test_k3_alone_padded_batched_packed(attention, layout):
-    "A document of 11 tokens in four settings; all documents start with supervised text; gradients in float64."
+    "A document of 11 tokens in four settings, its last block past its end; all documents start with supervised text; float64."
     d = drafter(dtype=torch.float64)
-    alone = case(docs=(11,), anchors=(1, 3, 5), keep=(1, 1, 1), R=1, pad=0, layout=layout)
+    alone = case(docs=(11,), anchors=(1, 3, 9), keep=(1, 1, 1), R=1, pad=0, layout=layout)
     ids, feats, table = alone[0].ids_RT[0], alone[2][0].double(), alone[3].double()
     def place(docs, at, anchors, keep, pad, R, r):
         batch, _, f, _ = case(docs=docs, anchors=anchors, keep=keep, pad=pad, R=R, seed=9)
@@ -213,9 +215,9 @@ def test_k3_alone_padded_batched_packed(attention, layout):
         batch.ids_RT[r, at:at + 11], f[r, at:at + 11] = ids, feats
         return batch, make_blocks(batch, 4, 99, layout), f, table
     settings = [((alone[0], alone[1], alone[2].double(), table), [(0, 0), (0, 1), (0, 2)]),
-                (place((11,), 0, (0, 1, 3, 5), (0, 1, 1, 1), 6, 1, 0), [(0, 1), (0, 2), (0, 3)]),
-                (place((11, 9), 0, (1, 3, 5, 14), (1, 1, 1, 1), 0, 3, 1), [(1, 0), (1, 1), (1, 2)]),
-                (place((4, 11, 6), 4, (1, 5, 7, 9, 16), (1, 1, 1, 1, 1), 2, 2, 1), [(1, 1), (1, 2), (1, 3)])]
+                (place((11,), 0, (0, 1, 3, 9), (0, 1, 1, 1), 6, 1, 0), [(0, 1), (0, 2), (0, 3)]),
+                (place((11, 9), 0, (1, 3, 9, 14), (1, 1, 1, 1), 0, 3, 1), [(1, 0), (1, 1), (1, 2)]),
+                (place((4, 11, 6), 4, (1, 5, 7, 13, 16), (1, 1, 1, 1, 1), 2, 2, 1), [(1, 1), (1, 2), (1, 3)])]
     outs, grads = zip(*[gradient(d, *setting, attention, pick) for setting, pick in settings], strict=True)
     labels = [torch.stack([s[1].labels_RNB[r, n] for r, n in pick]) for s, pick in settings]
     for out, grad, label in zip(outs[1:], grads[1:], labels[1:], strict=True):
@@ -397,3 +399,88 @@ def test_flex_gradients_on_cuda(layout):
     for attention in ("sdpa", "flex"):
         got_out, got = gradient(d, *args, attention, kept(blocks))
         assert (got_out - out).norm() < 1e-4 * out.norm() and (got - want).norm() < 1e-4 * want.norm()
+
+
+# A start from the target's layers
+
+
+def warm(target, layers=2, **knobs):
+    "(drafter, layers copied) for a target; the mask token is free in all tiny ones."
+    d = Drafter(target.drafter_config(TrainConfig(num_draft_layers=layers, block_size=4, mask_token_id=259, **knobs)), "eager", seed=2)
+    return d, copy_target_layers(d, target)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama", "mistral", "gemma"])
+@pytest.mark.parametrize("layers", [1, 2, 3])
+def test_copied_layers_have_the_targets_keys_and_values(family, layers):
+    "On the target's own residual stream; families without a norm on keys are compared before the drafter's."
+    target = tiny_target(family)  # 4 heads, 2 of keys and values; gemma stores w - 1
+    d, picked = warm(target, layers)
+    assert picked == {1: [5], 2: [0, 5], 3: [0, 2, 5]}[layers]
+    pos = torch.arange(9)[None]
+    with torch.no_grad():
+        hidden = target.model(torch.arange(40, 49)[None], output_hidden_states=True, use_cache=False).hidden_states
+        for layer, i in zip(d.layers, picked, strict=True):
+            source, cache = target.parts.layers[i], DynamicCache()
+            stream = hidden[i]
+            ctx = d.hidden_norm(stream)
+            if family != "qwen3":
+                assert (layer.self_attn.k_norm.weight == 1).all()
+                layer.self_attn.k_norm = layer.self_attn.q_norm = torch.nn.Identity()
+            cos_sin = target.parts.decoder.rotary_emb(stream, pos)
+            source(stream, position_embeddings=cos_sin, position_ids=pos, past_key_values=cache, use_cache=True)
+            want_k, want_v = next((x.keys, x.values) for x in cache.layers if x.get_seq_length())
+            for h in (ctx, layer.input_layernorm(stream)):
+                k, v = layer.self_attn.keys(h, d.rope(pos))
+                torch.testing.assert_close(k.transpose(1, 2), want_k, rtol=1e-4, atol=2e-5)
+                torch.testing.assert_close(v.transpose(1, 2), want_v, rtol=1e-4, atol=2e-5)
+            q = source.self_attn.q_proj(source.input_layernorm(stream))
+            torch.testing.assert_close(layer.self_attn.q_proj(layer.input_layernorm(stream)), q, rtol=1e-4, atol=2e-5)
+            x = source.post_attention_layernorm(stream)
+            torch.testing.assert_close(layer.post_attention_layernorm(stream), x, rtol=1e-4, atol=2e-5)
+            if family != "gemma":  # whose MLP has another activation
+                torch.testing.assert_close(layer.mlp(x), source.mlp(x), rtol=1e-4, atol=2e-5)
+        torch.testing.assert_close(d.norm(hidden[3]), target.parts.norm(hidden[3]), rtol=1e-4, atol=2e-5)
+
+
+def test_a_warm_start_reads_the_mean_of_its_features():
+    d, _ = warm(tiny_target("qwen3"))
+    cold = Drafter(d.cfg, seed=2)
+    feats = torch.randn(3, len(d.cfg.target_layer_ids), 64, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(d.fc(feats.flatten(1)) - .2 * cold.fc(feats.flatten(1)), feats.mean(1), rtol=1e-4, atol=1e-5)
+    again, _ = warm(tiny_target("qwen3"))
+    assert all(torch.equal(a, b) for a, b in zip(d.parameters(), again.parameters(), strict=True))
+
+
+def test_a_half_precision_norm_is_copied_without_rounding():
+    norm = tiny_target("gemma").model.model.norm.bfloat16()  # multiplies by 1 + w: more digits than bfloat16 has
+    want = 1 + norm.weight.float()
+    assert not torch.equal(want, want.bfloat16().float())
+    torch.testing.assert_close(_norm_weight(norm, 64), want, rtol=2e-7, atol=0)
+
+
+@pytest.mark.parametrize("family, word", [("qwen2", "self_attn.q_proj.bias"), ("gemma2", "pre_feedforward_layernorm"), ("gemma3", "pre_feedforward_layernorm"),
+                                          ("qwen3_moe", "mlp"), ("mixtral", "mlp"), ("gpt_neox", "bias"), ("cohere", "post_attention_layernorm"), ("phi", "bias"), ("gpt2", "ln_1")])
+def test_targets_whose_layers_differ_are_refused(family, word):
+    target = tiny_target(family)
+    d = Drafter(target.drafter_config(TrainConfig(num_draft_layers=1, block_size=4, mask_token_id=250)))
+    before = {n: p.clone() for n, p in d.state_dict().items()}
+    with pytest.raises(ConfigError, match=f"init='target'.*{word}.*init='random'") as e:
+        copy_target_layers(d, target)
+    assert "\n" not in str(e.value) and all(torch.equal(before[n], p) for n, p in d.state_dict().items())
+
+
+def test_nothing_is_copied_when_a_later_layer_is_refused():
+    target = tiny_target("qwen3_moe", mlp_only_layers=[0])
+    d = Drafter(target.drafter_config(TrainConfig(num_draft_layers=2, block_size=4, mask_token_id=259)))
+    before = {n: p.clone() for n, p in d.state_dict().items()}
+    with pytest.raises(ConfigError, match="layer 5"):
+        copy_target_layers(d, target)
+    assert all(torch.equal(before[n], p) for n, p in d.state_dict().items())
+
+
+def test_other_shapes_are_refused():
+    target = tiny_target("llama")
+    d = Drafter(config(hidden_size=64, intermediate_size=96, vocab_size=260))
+    with pytest.raises(ConfigError, match="gate_proj.weight is .128, 64. in the target and .96, 64. in the drafter"):
+        copy_target_layers(d, target)
