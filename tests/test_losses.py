@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from dflash_nb import losses
 from dflash_nb.blocks import make_blocks
 from dflash_nb.config import ConfigError, TrainConfig
 from dflash_nb.losses import block_loss, combine, count_documents, dpace_weights, loss_terms, needs_teacher, teacher_states
@@ -416,3 +417,36 @@ def test_logged_loss_is_sum_over_sum():
     assert a.denominator == 1 and b.denominator > 1
     torch.testing.assert_close(combine([a, b]).loss, (a.total + b.total) / (1 + b.denominator))
     assert abs(combine([a, b]).loss - (a.loss + b.loss) / 2) > 1e-3
+
+
+# Cross-entropy's gradient in closed form
+
+
+@pytest.mark.filterwarnings("ignore:denominator")
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("knobs", [dict(), dict(loss={"ce": 2.0}), dict(labels="teacher"), dict(weighting="dpace"), dict(loss={"ce": 2.0}, weighting="dpace", labels="teacher"),
+                                   dict(gamma=None, loss={"ce": .5, "tv": 0})], ids=str)
+def test_closed_form_of_cross_entropy_equals_autograd_through_a_capped_head(knobs, layout, monkeypatch):
+    "A head with scale, bias and soft-cap, in float64; autograd is the path that mixes take."
+    blocks, io, h, teacher = random_case(layout, V=9)
+    bias = torch.linspace(-1, 1, 9, dtype=torch.float64)
+    capped = SimpleNamespace(head=lambda x: 3 * torch.tanh((x @ io.W.T + bias) * 1.7 / 3))
+    cfg = TrainConfig(block_size=5, layout=layout, loss_chunk=5, **knobs)
+    calls, real = [], losses._ce_chunk
+    monkeypatch.setattr(losses, "_ce_chunk", lambda *a: calls.append(1) or real(*a))
+    out, grad = grads(h, blocks, capped, cfg, teacher)
+    assert len(calls) == 3
+
+    def slow(spec, head, h_MSD, *rest):
+        found = losses._slots_loss(spec, head, h_MSD, *rest)
+        return found.detach(), torch.autograd.grad(found.total, h_MSD)[0]
+
+    monkeypatch.setattr(losses, "_ce_chunk", slow)
+    want, want_grad = grads(h, blocks, capped, cfg, teacher)
+    close = dict(rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(grad, want_grad, **close)
+    for name in ("total", "denominator", "correct_B", "count_B", "prefix", "blocks", "loss"):
+        torch.testing.assert_close(getattr(out, name), getattr(want, name), **close)
+    assert out.numerators.keys() == want.numerators.keys() == {"ce"}
+    torch.testing.assert_close(out.numerators["ce"], want.numerators["ce"], **close)
+    assert want_grad[blocks.valid_RNB].abs().sum() > 0.1

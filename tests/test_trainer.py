@@ -491,6 +491,86 @@ def test_no_global_generator_is_read_or_moved(tmp_path):
     assert random.getstate() == before[2]
 
 
+# -- features kept between epochs ------------------------------------------------------------------------------------------
+
+def counted(monkeypatch):
+    "How many rows the target reads from here on, in a list of one number."
+    seen, real = [0], type(TARGET).features
+
+    def features(self, ids_RT, *a, **k):
+        seen[0] += len(ids_RT)
+        return real(self, ids_RT, *a, **k)
+
+    monkeypatch.setattr(type(TARGET), "features", features)
+    return seen
+
+
+KINDS = [dict(), dict(loss={"ce": .3, "fkl": .7}, labels="teacher"), dict(layout="shifted", weighting="dpace")]
+
+
+@pytest.mark.parametrize("delta", KINDS, ids=str)
+def test_kept_features_change_no_bit_and_are_read_once(tmp_path, monkeypatch, delta):
+    "Two and a half epochs; features and, where the loss asks, teacher states come from memory."
+    cfg, ends, reads, seen = CFG | dict(val_share=0., steps=12) | delta, [], [], counted(monkeypatch)
+    for gib in (0., 1.):
+        before = seen[0]
+        t = make(tmp_path / f"r{gib}", cfg | dict(feature_cache=gib), ds=toy_data(16))
+        t.fit()
+        ends.append((t.history.loss.tolist(), t.history.grad_norm.tolist()))
+        reads.append(seen[0] - before)
+    assert ends[0] == ends[1] and same_end(tmp_path / "r0.0", tmp_path / "r1.0", 12)
+    rows = len(t.packed)
+    assert reads == [24, rows] and 2 * rows < 24 and set(t.sides.features.rows) == set(range(rows))
+    finals = [final is not None for _, final in t.sides.features.rows.values()]
+    assert all(finals) if "loss" in delta else not any(finals)
+
+
+@pytest.mark.parametrize("teacher", [False, True])
+def test_kept_features_stay_within_the_limit(tmp_path, monkeypatch, teacher):
+    cfg = CFG | dict(val_share=0., steps=12, noise=0.) | (dict(loss="fkl") if teacher else {})
+    row = 64 * 4 * (3 * 32 + 32 * teacher)  # three layers of 32 in float32, and the final states
+    make(tmp_path / "none", cfg | dict(feature_cache=0), ds=toy_data(16)).fit()
+    seen = counted(monkeypatch)
+    t = make(tmp_path / "some", cfg | dict(feature_cache=(3 * row + row - 1) / 2**30), ds=toy_data(16))
+    t.fit()
+    kept = t.sides.features.rows
+    assert len(kept) == 3 < len(t.packed) and sum(x.nbytes for pair in kept.values() for x in pair if x is not None) == 3 * row
+    assert t.sides.features.room == row - 1 and seen[0] < 24 and same_end(tmp_path / "none", tmp_path / "some", 12)
+
+
+def test_resume_is_exact_with_and_without_kept_features(tmp_path):
+    cfg = CFG | dict(val_share=0., steps=12, loss={"ce": .3, "tv": .7})
+    make(tmp_path / "whole", cfg | dict(feature_cache=0), ds=toy_data(16)).fit()
+    for name, changes in (("same", {}), ("off", dict(feature_cache=0)), ("small", dict(feature_cache=1e-4))):
+        make(tmp_path / name, cfg, [At(5, lambda t: t.stop())], ds=toy_data(16)).fit()
+        assert resume(tmp_path / name, changes=changes).fit().outcome == "finished"
+        assert same_end(tmp_path / "whole", tmp_path / name, 12), name
+
+
+def test_kept_features_of_micro_batches_of_several_rows(tmp_path):
+    "Rows are read alone: the same numbers up to rounding, and shapes as asked."
+    cfg, losses = CFG | dict(val_share=0., steps=9, token_budget=256, micro_rows=4, noise=0.), []
+    for gib in (0., 1e-4, 1.):
+        t = make(tmp_path / f"r{gib}", cfg | dict(feature_cache=gib), ds=toy_data(16))
+        t.fit()
+        losses.append(t.history.loss.to_numpy())
+    assert np.allclose(losses[0], losses[1], rtol=1e-4) and np.array_equal(losses[1], losses[2])
+
+
+def test_a_warm_start_copies_layers_says_so_and_resumes(tmp_path):
+    cfg = CFG | dict(init="target", steps=4, num_draft_layers=2)
+    make(tmp_path / "a", cfg).fit()
+    t = make(tmp_path / "b", cfg, [At(2, lambda t: t.stop())])
+    layers = TARGET.parts.layers
+    assert t.copied == [0, 5] and torch.equal(t.drafter.layers[1].mlp.up_proj.weight, layers[5].mlp.up_proj.weight)
+    assert "copies of the target's layers [0, 5]" in t.describe() and "init target (recipe: random)" in t.describe()
+    assert make(tmp_path / "c").copied is None
+    t.fit()
+    assert resume(tmp_path / "b").fit().outcome == "finished" and same_end(tmp_path / "a", tmp_path / "b", 4)
+    with pytest.raises(ConfigError, match="init"):
+        resume(tmp_path / "b", changes=dict(init="random"))
+
+
 # -- callbacks and progress --------------------------------------------------------------------------------------------------
 
 def test_callbacks_run_in_order_and_replace_defaults(tmp_path):
