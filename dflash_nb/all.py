@@ -18,6 +18,7 @@ from .drafter import *
 from .losses import *
 from .optim import *
 from .decode import *
+from .regenerate import *
 from .evaluate import *
 from .checkpoint import *
 from .trainer import *

@@ -87,6 +87,7 @@ class BatchKnobs:
     block_size: int = knob(16, "slots in a block, B")
     layout: str = knob("anchor-first", "anchor-first: slot 0 is the anchor, B-1 drafts; shifted: slot k predicts a+k+1, B drafts", ("anchor-first", "shifted"))
     num_anchors: int|str = knob("auto", "blocks a row; auto: 512 on a GPU, 32 on CPU")
+    anchor_policy: str = knob("row", "row: anchors uniform over the row; document: an equal share for each document of it", ("row", "document"))
     row_len: int|str = knob("auto", "tokens a packed row; auto: 3072 on a GPU, 256 on CPU")
     token_budget: int|str = knob("auto", "tokens an optimizer step, a multiple of row_len; auto: 16 rows on a GPU, 1 on CPU")
     micro_rows: int|str = knob("auto", "rows a forward and backward; auto: at most 4", keyed=False)
@@ -192,6 +193,7 @@ def _check_values(cfg):
     "Each knob alone."
     _check_whole(cfg, ("num_draft_layers", "steps"))
     _check_whole(cfg, ("seed", "val_anchors"), low=0)
+    _check(cfg.seed < 2**63, "seed", cfg.seed, "give a whole number below 2**63")
     _check_whole(cfg, ("num_anchors", "token_budget", "micro_rows", "loss_chunk", "eval_every", "checkpoint_every"), auto=True)
     _check_whole(cfg, ("row_len",), low=2, auto=True)
     _check(_whole(cfg.block_size) and cfg.block_size >= 2, "block_size", cfg.block_size, "a block needs the anchor and at least one draft: give 2 or more")
@@ -279,7 +281,7 @@ def config_hash(
     return hashlib.sha256(json.dumps(effective(cfg), sort_keys=True).encode()).hexdigest()[:12]
 
 # %% ../nbs/00_config.ipynb #00-config-041
-RECIPE = dict(block_size=16, layout="anchor-first", num_anchors=512, row_len=3072, token_budget=49152, num_draft_layers=5, init="random", target_layer_ids=None,
+RECIPE = dict(block_size=16, layout="anchor-first", num_anchors=512, anchor_policy="row", row_len=3072, token_budget=49152, num_draft_layers=5, init="random", target_layer_ids=None,
               loss={"ce": 1.0}, weighting="decay", gamma=7.0, labels="data", lr=6e-4, betas=[0.9, 0.95], eps=1e-8, weight_decay=0.0, clip=1.0,
               warmup=0.04, schedule="cosine", noise=None)
 
@@ -349,7 +351,7 @@ def load_config(
         else: values = json.loads(text)
     except FileNotFoundError: raise ConfigError(f"no config file {str(path)!r}: give a .json or .yaml file") from None
     except Exception as e: raise ConfigError(f"cannot read config {str(path)!r}: {' '.join(str(e).split())}; give a JSON or YAML mapping of knobs") from None
-    _check(isinstance(values, dict), f"config {str(path)!r}", type(values).__name__, "the file must hold a mapping of knobs")
+    if not isinstance(values, dict): raise ConfigError(f"config {str(path)!r} holds a {type(values).__name__}: give a mapping of knobs, such as block_size: 8")
     return TrainConfig.from_dict(values)
 
 # %% ../nbs/00_config.ipynb #00-config-056

@@ -11,16 +11,17 @@ __all__ = ['EVENTS', 'MAX_STORED_DATA', 'FIXED', 'TrainError', 'Callback', 'run_
            'plot_history']
 
 # %% ../nbs/15_trainer.ipynb #15-trainer-001
-import importlib.metadata, json, platform, signal, sys, threading, time
+import importlib.metadata, json, platform, shlex, signal, sys, threading, time
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from .blocks import make_blocks
 from .checkpoint import CheckpointError, load_state, mark_best, save_state, scan_states
 from .config import ConfigError, DataError, DflashError, TrainConfig, default_layer_ids, load_config, resolve, resolve_gamma
-from .data import Dataset, batches, pack, validation_blocks
+from .data import Dataset, StateGuard, batches, pack, validation_blocks
 from .drafter import Drafter, copy_target_layers
 from .evaluate import sim_tau
 from .events import EventLog, latest, new_run_dir, read_events, write_json
@@ -98,7 +99,7 @@ def progress_mode() -> str:
     "'bar' where a bar can be redrawn (terminal, notebook), else 'lines'."
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     if shell is not None and "ipykernel" in sys.modules: return "bar"
-    return "bar" if sys.stdout.isatty() and sys.stderr.isatty() else "lines"
+    return "bar" if all(f is not None and f.isatty() for f in (sys.stdout, sys.stderr)) else "lines"
 
 def progress_line(
     now: dict,     # step, steps, stage, tok_s, loss, ...
@@ -161,7 +162,7 @@ class ProgressCB(Callback):
         self._done.set(); self._thread.join(2); self._thread = None
         with suppress(Exception): self._draw()
         if self.bar is not None: self.bar.close(); self.bar = None
-        print(trainer.record, flush=True)
+        with suppress(OSError): print(trainer.record, flush=True)  # nobody reads: the run has ended all the same
 
 # %% ../nbs/15_trainer.ipynb #15-trainer-020
 @contextmanager
@@ -180,6 +181,14 @@ def interrupts(
     try: yield
     finally:
         for s, h in old.items(): signal.signal(s, signal.SIG_DFL if h is None else h)
+
+# %% ../nbs/15_trainer.ipynb #15-trainer-044
+@contextmanager
+def _own_modes(
+    device: torch.device,
+):
+    "Gradients on, inference mode and the caller's autocast off."
+    with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False): yield
 
 # %% ../nbs/15_trainer.ipynb #15-trainer-024
 class SideClock:
@@ -249,7 +258,7 @@ class FeatureCache:
         if size <= self.room: self.rows[key], self.room = pair, self.room - size
         return pair
 
-# %% ../nbs/15_trainer.ipynb #15-trainer-089
+# %% ../nbs/15_trainer.ipynb #15-trainer-047
 @dataclass
 class Sides:
     "One target, one drafter and the clocks of both."
@@ -261,7 +270,7 @@ class Sides:
 
     def __post_init__(self):
         self.target_clock, self.drafter_clock = SideClock(self.device), SideClock(self.device)
-        self.features = FeatureCache(self.target, self.cfg)
+        self.features, self.guard = FeatureCache(self.target, self.cfg), StateGuard()
         bf16 = self.cfg.dtype == "bfloat16"
         self.autocast = (lambda: torch.autocast(self.device.type, torch.bfloat16)) if bf16 else nullcontext
 
@@ -273,8 +282,9 @@ def read_target(
     cfg = sides.cfg
     with sides.target_clock():
         feats_RTF, final_RTD = sides.features.read(batch)
+        batch, feats_RTF, *final = sides.guard(batch, feats_RTF, *([] if final_RTD is None else [final_RTD]))
         blocks = make_blocks(batch, cfg.block_size, cfg.mask_token_id, cfg.layout)
-        teacher_RNBD = None if final_RTD is None else teacher_states(final_RTD, blocks, cfg.layout)
+        teacher_RNBD = teacher_states(final[0], blocks, cfg.layout) if final else None
     return blocks, feats_RTF, teacher_RNBD
 
 # %% ../nbs/15_trainer.ipynb #15-trainer-032
@@ -323,7 +333,7 @@ def step_metrics(
     row = dict(loss=loss, grad_norm=norm, skipped=bool(refused), accuracy=right.sum()/max(count.sum(), 1), train_tau=1 + matched, labels=int(count.sum()), denominator=denominator)
     return row | {f"loss_{t}": v for t, v in zip(terms, flat[5:])} | dict(slot_accuracy=[round(float(r/c), 4) if c else None for r, c in zip(right, count)])
 
-# %% ../nbs/15_trainer.ipynb #15-trainer-038
+# %% ../nbs/15_trainer.ipynb #15-trainer-052
 MAX_STORED_DATA = 4 * 2**30
 
 def store_data(
@@ -344,7 +354,8 @@ def stored_data(
     "The dataset that `store_data` wrote; raises DataError when the run holds none."
     from safetensors.numpy import load_file
     if not (run_dir/"data.safetensors").exists(): raise DataError(f"{run_dir}: the run does not hold its data; pass ds=, the same dataset")
-    return Dataset(**load_file(run_dir/"data.safetensors"), meta=json.loads((run_dir/"data.json").read_text()))
+    try: return Dataset(**load_file(run_dir/"data.safetensors"), meta=json.loads((run_dir/"data.json").read_text()))
+    except (OSError, TypeError, ValueError, SafetensorError) as e: raise DataError(f"{run_dir}: the run's data is damaged ({e}); pass ds=, the same dataset, or copy the run again") from None
 
 # %% ../nbs/15_trainer.ipynb #15-trainer-040
 FIXED = ("block_size", "layout", "row_len", "token_budget", "num_draft_layers", "target_layer_ids", "mask_token_id", "init", "seed", "val_share")
@@ -359,7 +370,7 @@ def config_changes(
     if fixed: raise ConfigError(f"a run cannot change {', '.join(fixed)}: the step number would mean another batch or drafter; start a new run_dir")
     return list(changed.values())
 
-# %% ../nbs/15_trainer.ipynb #15-trainer-044
+# %% ../nbs/15_trainer.ipynb #15-trainer-057
 @dataclass
 class Record:
     "How a `fit` ended."
@@ -378,7 +389,7 @@ class Record:
         head = f"{self.outcome} at step {self.step} of {self.steps} in {self.seconds:.1f} s" + (f": {self.reason}" if self.reason else "")
         best = f"; best sim_tau {self.best['sim_tau']:.3f} at step {self.best['step']}" if self.best else ""
         skipped = f"; {self.skipped} steps refused as non-finite" if self.skipped else ""
-        go_on = f"; continue with Trainer.from_run({self.run_dir!r}) or dflash_train --resume {self.run_dir}" if self.outcome != "finished" else ""
+        go_on = f"; continue with Trainer.from_run({self.run_dir!r}) or dflash_train --resume {shlex.quote(self.run_dir)}" if self.outcome != "finished" else ""
         return f"{head}{best}{skipped}; checkpoint {self.checkpoint or 'none'}{go_on}"
 
 # %% ../nbs/15_trainer.ipynb #15-trainer-090
@@ -412,7 +423,7 @@ class _Parts:
         with self.log.stage(name) if logged and self.log else nullcontext(): yield
         self.stage = before
 
-# %% ../nbs/15_trainer.ipynb #15-trainer-047
+# %% ../nbs/15_trainer.ipynb #15-trainer-089
 def side_speeds(
     sides: Sides,
     tokens: int,     # tokens of the step's rows
@@ -435,11 +446,20 @@ class _Steps(_Parts):
         norm = clip_gradients(self.drafter, cfg.clip, out.denominator)
         lr, noise = lr_at(cfg, self.step), strength_at(cfg.noise, self.step, cfg.steps)
         set_lr(self.optimizer, lr)
-        refused = guarded_step(self.optimizer, torch.where(out.loss.isfinite(), norm, torch.nan))
+        refused = guarded_step(self.optimizer, torch.where(out.loss.isfinite() & (out.denominator > 0), norm, torch.nan))
         row = dict(step=self.step + 1, lr=lr, noise=noise) | step_metrics(out, norm, refused)
-        self._count(row)
+        self._count(row | self._check_rows(row))
         self.optimizer.zero_grad(set_to_none=True)
         return row | side_speeds(self.sides, batch.ids_RT.numel(), time.perf_counter() - start)
+
+    def _check_rows(self, row):
+        "Rows that left the loss because the target's hidden states in them are not finite; `why` where no row was left."
+        before, guard = len(self.sides.guard.rows), self.sides.guard
+        try: row["bad_rows"], why = guard.read(), ""
+        except DataError as e: row["bad_rows"], why = len(self.batch.row_ids), str(e)
+        if row["bad_rows"] and self.log:
+            self.log.warning(f"step {row['step']}: {row['bad_rows']} rows skipped, the target's hidden states in them are not finite", rows=guard.rows[before:], step=row["step"])
+        return dict(why=why)
 
     def _count(self, row):
         "Count refused steps and name what was refused."
@@ -448,7 +468,7 @@ class _Steps(_Parts):
         self.skipped += 1
         bad = nonfinite_gradients(self.drafter)
         text = (f"step {row['step']} refused: loss {row['loss']:.4g}, gradient norm {row['grad_norm']:.4g}, lr {row['lr']:.3g}, rows {self.batch.row_ids.tolist()}, "
-                f"non-finite gradient in {', '.join(bad[:3]) or 'no parameter'}{f' and {len(bad) - 3} more' if len(bad) > 3 else ''}")
+                f"non-finite gradient in {', '.join(bad[:3]) or 'no parameter'}{f' and {len(bad) - 3} more' if len(bad) > 3 else ''}{'; ' + row['why'] if row['why'] else ''}")
         self.notes.append(text)
         if self.log: self.log.warning(text, step=row["step"], rows=self.batch.row_ids.tolist(), parameters=bad, lr=row["lr"])
         if self.skips_in_a_row > self.max_skips: self.stop(f"{self.skips_in_a_row} steps in a row refused; the last: {text}")
@@ -484,7 +504,7 @@ class _Run(_Steps):
             self._want.clear()
             self.checkpoint()
 
-# %% ../nbs/15_trainer.ipynb #15-trainer-049
+# %% ../nbs/15_trainer.ipynb #15-trainer-061
 class _Session(_Run):
     "What surrounds the loop: signals, stages, the last checkpoint, the record."
     @contextmanager
@@ -494,7 +514,7 @@ class _Session(_Run):
         self._thread, self._reason, start, done, outcome = threading.get_ident(), "", time.perf_counter(), self.step, "failed"
         self._stop.clear()
         try:
-            with interrupts(self.stop), self.in_stage("train"):
+            with interrupts(self.stop), _own_modes(self.device), self.in_stage("train"):
                 self.run_callbacks("before_fit")
                 yield
                 if self.step < self.cfg.steps: self.checkpoint()
@@ -528,7 +548,7 @@ class _Session(_Run):
         log.close()
         if errors and not failed: raise errors[0]
 
-# %% ../nbs/15_trainer.ipynb #15-trainer-052
+# %% ../nbs/15_trainer.ipynb #15-trainer-092
 def store_run(
     t,  # Trainer
 ):
@@ -537,7 +557,8 @@ def store_run(
     path = Path(t.target.name)
     name = str(path.resolve()) if t.target.name and path.exists() else t.target.name
     run = dict(target=dict(name=name, dtype=str(t.target.dtype).removeprefix("torch.")), device=str(t.device), data=t.data_id, max_skips=t.max_skips)
-    run["stored"] = store_data(t.ds, t.run_dir)
+    try: run["stored"] = store_data(t.ds, t.run_dir)
+    except (OSError, SafetensorError) as e: raise TrainError(f"run_dir {str(t.run_dir)!r} cannot hold the run's data: {e}; make room or give another directory") from e
     write_json(t.run_dir/"config.json", t.cfg.to_dict())
     write_json(t.run_dir/"run.json", run)
 
@@ -600,7 +621,7 @@ def describe(
              f"run {t.run_dir}, config {cfg.hash()}, step {t.step} of {cfg.steps}"]
     return "\n".join(lines + [f"target: {n}" for n in target.notes] + t.notes)
 
-# %% ../nbs/15_trainer.ipynb #15-trainer-057
+# %% ../nbs/15_trainer.ipynb #15-trainer-093
 def continue_run(
     cls,                        # Trainer
     run_dir: str | Path,
@@ -615,7 +636,8 @@ def continue_run(
     "Rebuild a trainer from its run directory; raises ConfigError, DataError or CheckpointError when it cannot go on exactly."
     run_dir = Path(run_dir)
     if not (run_dir/"run.json").exists(): raise CheckpointError(f"run_dir {str(run_dir)!r} holds no run that began (no run.json): start one with Trainer(target, ds, cfg, run_dir={str(run_dir)!r})")
-    run = json.loads((run_dir/"run.json").read_text())
+    try: run = json.loads((run_dir/"run.json").read_text())
+    except ValueError as e: raise CheckpointError(f"run_dir {str(run_dir)!r}: run.json is damaged ({e}): copy the run again, or load a checkpoint's drafter with load_drafter") from None
     good, bad = scan_states(run_dir/"checkpoints")
     saved = load_state(run_dir/"checkpoints", step) if good or step is not None else None
     cfg, notes = _continued_config(run_dir, saved, steps, changes)
@@ -651,7 +673,7 @@ def _restore(t, saved):
     rows = [{k: v for k, v in e.items() if k not in drop} for e in latest(read_events(t.run_dir)) if e["step"] <= saved.step]
     next(cb for cb in t.callbacks if isinstance(cb, HistoryCB)).rows.extend(rows)
 
-# %% ../nbs/15_trainer.ipynb #15-trainer-061
+# %% ../nbs/15_trainer.ipynb #15-trainer-094
 class Trainer(_Session):
     "Train a drafter for a frozen target; refuses a run_dir that holds a run (ConfigError names the ways out)."
     def __init__(self,
@@ -667,7 +689,7 @@ class Trainer(_Session):
     ):
         path = Path(run_dir)
         if not _resume and (path.is_file() or (path/"events.jsonl").exists() or (path/"checkpoints").exists()): new_run_dir(path)  # refuses at once
-        super().__init__(target, ds, cfg, path, devices, callbacks, max_skips)
+        with _own_modes(target.device): super().__init__(target, ds, cfg, path, devices, callbacks, max_skips)
         self.resumed = _resume
 
     def fit(self,

@@ -365,18 +365,34 @@ def test_too_many_refused_steps_stop_with_a_checkpoint(tmp_path):
     assert all(torch.equal(saved[k], v) for k, v in good.drafter.state_dict().items())
 
 
-def test_a_non_finite_target_feature_is_refused(tmp_path, monkeypatch):
-    t = make(tmp_path / "r", CFG | dict(steps=3))
-    real = t.target.features
+def spoil(trainer, monkeypatch, when, rows):
+    "Make the target's features infinite in `rows` of each micro-batch of the steps in `when`."
+    real = trainer.target.features
 
     def features(*a, **k):
         feats, final = real(*a, **k)
-        if t.step == 1:
-            feats[0, :, 0] = float("inf")
+        if trainer.step in when:
+            feats[rows, :, 0] = float("inf")
         return feats, final
 
-    monkeypatch.setattr(t.target, "features", features)
-    assert t.fit().skipped == 1 and t.history.skipped.tolist() == [False, True, False]
+    monkeypatch.setattr(trainer.target, "features", features)
+
+
+def test_a_row_with_non_finite_features_leaves_the_loss(tmp_path, monkeypatch):
+    t = make(tmp_path / "r", CFG | dict(steps=3, feature_cache=0, token_budget=128, micro_rows=2, row_len=64))
+    spoil(t, monkeypatch, {1}, 0)
+    assert t.fit().skipped == 0 and t.history.bad_rows.tolist() == [0, 1, 0]
+    assert all(p.isfinite().all() for p in t.drafter.parameters()) and t.history.loss.notna().all()
+    said = [e for e in read_events(tmp_path / "r") if e["kind"] == "warning" and "not finite" in e["text"]]
+    assert len(said) == 1 and len(said[0]["rows"]) == 1
+
+
+def test_a_step_without_a_good_row_is_refused_and_many_stop_the_run(tmp_path, monkeypatch):
+    t = make(tmp_path / "r", CFG | dict(steps=9, feature_cache=0), max_skips=2)
+    spoil(t, monkeypatch, {1, 3, 4, 5}, slice(None))
+    record = t.fit()
+    assert record.outcome == "stopped" and record.step == 6 and "not finite in all" in record.reason
+    assert t.history.skipped.tolist() == [False, True, False, True, True, True]
     assert all(p.isfinite().all() for p in t.drafter.parameters())
 
 
