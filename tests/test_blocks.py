@@ -111,7 +111,8 @@ def test_shifted_last_slot_past_the_row():
     assert b.valid_RNB[0, 0].tolist() == [True, False] and b.labels_RNB[0, 0].tolist() == [14, 0]
 
 
-@pytest.mark.parametrize("size,N,T,tile", [(16, 32, 256, 128), (10, 13, 100, 32), (7, 9, 130, 64), (128, 3, 300, 128), (256, 2, 300, 128), (33, 5, 64, 32), (2, 50, 128, 16)])
+@pytest.mark.parametrize("size,N,T,tile", [(16, 32, 256, 128), (10, 13, 100, 32), (7, 9, 130, 64), (128, 3, 300, 128), (256, 2, 300, 128),
+                                           (33, 5, 64, 32), (2, 50, 128, 16)])
 def test_flex_mask_has_the_tiles_of_create_block_mask(size, N, T, tile):
     blocks = make_blocks(random_batch(size, R=2, T=T, N=N, docs=3), size, 99)
     Q = N * size
@@ -152,7 +153,8 @@ def test_all_dropped():
     assert not m.kv_num_blocks.any() and not m.full_kv_num_blocks.any()
 
 
-@pytest.mark.parametrize("size,layout,word", [(1, "shifted", "block_size=1"), (51, "anchor-first", "block_size=51"), (4, "sideways", "layout='sideways'")])
+@pytest.mark.parametrize("size,layout,word", [(1, "shifted", "block_size=1"), (51, "anchor-first", "block_size=51"),
+                                              (4, "sideways", "layout='sideways'")])
 def test_bad_input_is_named(size, layout, word):
     with pytest.raises(ConfigError, match=word) as e:
         make_blocks(random_batch(0), size, 99, layout)

@@ -14,13 +14,16 @@ from dflash_nb.losses import block_loss
 
 torch.set_num_threads(1)
 BACKENDS, LAYOUTS = ["eager", "sdpa", "dense", "flex"], ["anchor-first", "shifted"]
-ROPES = {"default": {}, "linear": dict(factor=4.0), "llama3": dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64),
+ROPES = {"default": {}, "linear": dict(factor=4.0),
+         "llama3": dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64),
          "yarn": dict(factor=4.0, original_max_position_embeddings=64)}
 
 
 def config(**changes):
-    base = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16, intermediate_size=48, vocab_size=100,
-                rope_parameters=dict(rope_type="default", rope_theta=10000.0), target_layer_ids=(1, 3), num_target_layers=6, mask_token_id=99, block_size=4)
+    base = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16, intermediate_size=48,
+                vocab_size=100,
+                rope_parameters=dict(rope_type="default", rope_theta=10000.0), target_layer_ids=(1, 3), num_target_layers=6,
+                mask_token_id=99, block_size=4)
     return DrafterConfig(**{**base, **changes})
 
 
@@ -39,7 +42,8 @@ def case(cfg=None, docs=(9, 11, 4), anchors=(2, 5, 10, 12, 14, 0), keep=(1, 1, 1
     doc = torch.cat([torch.full((n,), i) for i, n in enumerate(docs)] + [torch.full((pad,), -1)])
     pos = torch.cat([torch.arange(n) for n in docs] + [torch.zeros(pad, dtype=torch.long)])
     T = len(doc)
-    batch = SimpleNamespace(ids_RT=torch.randint(90, (R, T), generator=g), pos_RT=pos.expand(R, T), doc_RT=doc.expand(R, T), loss_RT=(doc >= 0).expand(R, T),
+    batch = SimpleNamespace(ids_RT=torch.randint(90, (R, T), generator=g), pos_RT=pos.expand(R, T), doc_RT=doc.expand(R, T),
+                            loss_RT=(doc >= 0).expand(R, T),
                             anchors_RN=torch.tensor(anchors).expand(R, -1), keep_RN=torch.tensor(keep).bool().expand(R, -1))
     table = torch.randn(cfg.vocab_size, cfg.hidden_size, generator=g)
     feats = torch.randn(R, T, len(cfg.target_layer_ids) * cfg.target_hidden_size, generator=g)
@@ -87,7 +91,8 @@ def one_block(d, feats_SF, pos_S, h_BD, pos_B):
         y = torch.cat([(q[0, j] @ k[0, j * K // H].T * E**-0.5).softmax(-1) @ v[0, j * K // H] for j in range(H)], -1)
         h = h + y @ w[p + "self_attn.o_proj.weight"].T
         x = norm(h, p + "post_attention_layernorm.weight")
-        h = h + (torch.nn.functional.silu(x @ w[p + "mlp.gate_proj.weight"].T) * (x @ w[p + "mlp.up_proj.weight"].T)) @ w[p + "mlp.down_proj.weight"].T
+        gate = torch.nn.functional.silu(x @ w[p + "mlp.gate_proj.weight"].T)
+        h = h + (gate * (x @ w[p + "mlp.up_proj.weight"].T)) @ w[p + "mlp.down_proj.weight"].T
     return norm(h, "norm.weight")
 
 
@@ -96,7 +101,8 @@ def kept(blocks):
 
 
 @pytest.mark.parametrize("changes", [{}, dict(num_key_value_heads=4), dict(num_key_value_heads=1, head_dim=24), dict(block_size=2),
-                                     dict(target_hidden_size=20, target_layer_ids=(1, 2, 3)), dict(rope_parameters=dict(rope_type="yarn", rope_theta=500.0, **ROPES["yarn"]))],
+                                     dict(target_hidden_size=20, target_layer_ids=(1, 2, 3)),
+                                     dict(rope_parameters=dict(rope_type="yarn", rope_theta=500.0, **ROPES["yarn"]))],
                          ids=["gqa", "mha", "mqa", "B2", "width", "yarn"])
 def test_equals_one_block_at_a_time(changes):
     cfg = config(**changes)
@@ -313,7 +319,8 @@ def test_rope_equals_transformers(kind):
         apply_rotary_pos_emb,
     )
     params = dict(rope_type=kind, rope_theta=10000.0, **ROPES[kind])
-    hf = Qwen3RotaryEmbedding(Qwen3Config(head_dim=16, hidden_size=32, num_attention_heads=4, max_position_embeddings=256, rope_parameters=dict(params)))
+    hf = Qwen3RotaryEmbedding(Qwen3Config(head_dim=16, hidden_size=32, num_attention_heads=4, max_position_embeddings=256,
+                                          rope_parameters=dict(params)))
     rope = Rope(config(rope_parameters=params, max_position_embeddings=256))
     pos, q = torch.tensor([[0, 1, 17, 200]]), torch.randn(1, 4, 2, 16, generator=torch.Generator().manual_seed(0))
     cos, sin = hf(q, pos)
@@ -459,8 +466,10 @@ def test_a_half_precision_norm_is_copied_without_rounding():
     torch.testing.assert_close(_norm_weight(norm, 64), want, rtol=2e-7, atol=0)
 
 
-@pytest.mark.parametrize("family, word", [("qwen2", "self_attn.q_proj.bias"), ("gemma2", "pre_feedforward_layernorm"), ("gemma3", "pre_feedforward_layernorm"),
-                                          ("qwen3_moe", "mlp"), ("mixtral", "mlp"), ("gpt_neox", "bias"), ("cohere", "post_attention_layernorm"), ("phi", "bias"), ("gpt2", "ln_1")])
+@pytest.mark.parametrize("family, word", [("qwen2", "self_attn.q_proj.bias"), ("gemma2", "pre_feedforward_layernorm"),
+                                          ("gemma3", "pre_feedforward_layernorm"),
+                                          ("qwen3_moe", "mlp"), ("mixtral", "mlp"), ("gpt_neox", "bias"),
+                                          ("cohere", "post_attention_layernorm"), ("phi", "bias"), ("gpt2", "ln_1")])
 def test_targets_whose_layers_differ_are_refused(family, word):
     target = tiny_target(family)
     d = Drafter(target.drafter_config(TrainConfig(num_draft_layers=1, block_size=4, mask_token_id=250)))

@@ -83,7 +83,8 @@ def naive(h, teacher, blocks, W, cfg):
         m = [int(blocks.valid_RNB[r, n, k]) for k in range(first, B)]
         qs = [(h[r, n, k] @ W.T).softmax(-1) for k in range(first, B)]
         ps = [(teacher[r, n, k] @ W.T).softmax(-1) for k in range(first, B)]
-        ys = [int(p.argmax()) if cfg.labels == "teacher" else int(blocks.labels_RNB[r, n, k]) for k, p in zip(range(first, B), ps, strict=True)]
+        ys = [int(p.argmax()) if cfg.labels == "teacher" else int(blocks.labels_RNB[r, n, k]) for k,
+              p in zip(range(first, B), ps, strict=True)]
         w = naive_weights(cfg, [q[y].item() for q, y in zip(qs, ys, strict=True)], m)
         for q, p, y, wk, mk in zip(qs, ps, ys, w, m, strict=True):
             for t in mix:
@@ -216,7 +217,6 @@ def test_chunks_change_nothing(knobs, layout):
 
 
 def test_logits_of_one_chunk_at_a_time(monkeypatch):
-    import dflash_nb.losses as losses
     blocks, io, h, _ = random_case("anchor-first")
     sizes = []
     spy = SimpleNamespace(head=lambda x: (sizes.append(x.numel() // 6), io.head(x))[1])
@@ -236,7 +236,8 @@ def rows(blocks, part):
 
 @pytest.mark.filterwarnings("ignore:denominator")
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("knobs", [dict(loss=MIX), *(dict(weighting="dpace", denominator=d) for d in ("weights", "blocks", "documents"))], ids=str)
+@pytest.mark.parametrize("knobs", [dict(loss=MIX), *(dict(weighting="dpace", denominator=d) for d in ("weights", "blocks", "documents"))],
+                         ids=str)
 def test_micro_batches_add_up(knobs, layout):
     blocks, io, h, teacher = random_case(layout, R=4)
     cfg = TrainConfig(block_size=5, layout=layout, **knobs)
@@ -322,7 +323,8 @@ def test_teacher_position(layout, want):
 def test_teacher_position_is_clamped_and_rows_are_their_own():
     blocks = SimpleNamespace(anchors_RN=torch.tensor([[0, 6], [0, 6]]), labels_RNB=torch.zeros(2, 2, 4))
     final = torch.arange(16.0).view(2, 8, 1)
-    assert teacher_states(final, blocks, "anchor-first")[..., 0].tolist() == [[[0, 0, 1, 2], [5, 6, 7, 7]], [[8, 8, 9, 10], [13, 14, 15, 15]]]
+    assert teacher_states(final, blocks, "anchor-first")[..., 0].tolist() == [[[0, 0, 1, 2], [5, 6, 7, 7]],
+                                                                              [[8, 8, 9, 10], [13, 14, 15, 15]]]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -424,7 +426,8 @@ def test_logged_loss_is_sum_over_sum():
 
 @pytest.mark.filterwarnings("ignore:denominator")
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("knobs", [dict(), dict(loss={"ce": 2.0}), dict(labels="teacher"), dict(weighting="dpace"), dict(loss={"ce": 2.0}, weighting="dpace", labels="teacher"),
+@pytest.mark.parametrize("knobs", [dict(), dict(loss={"ce": 2.0}), dict(labels="teacher"), dict(weighting="dpace"),
+                                   dict(loss={"ce": 2.0}, weighting="dpace", labels="teacher"),
                                    dict(gamma=None, loss={"ce": .5, "tv": 0})], ids=str)
 def test_closed_form_of_cross_entropy_equals_autograd_through_a_capped_head(knobs, layout, monkeypatch):
     "A head with scale, bias and soft-cap, in float64; autograd is the path that mixes take."

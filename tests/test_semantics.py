@@ -59,7 +59,8 @@ def block(w, cfg, ctx_feats, pos_S, h, pos_B):
         y = torch.cat([(q[0, j] @ k[0, j * K // H].T * E**-0.5).softmax(-1) @ v[0, j * K // H] for j in range(H)], -1)
         h = h + y @ w[p + "self_attn.o_proj.weight"].T
         x = norm(h, p + "post_attention_layernorm.weight")
-        h = h + (torch.nn.functional.silu(x @ w[p + "mlp.gate_proj.weight"].T) * (x @ w[p + "mlp.up_proj.weight"].T)) @ w[p + "mlp.down_proj.weight"].T
+        gate = torch.nn.functional.silu(x @ w[p + "mlp.gate_proj.weight"].T)
+        h = h + (gate * (x @ w[p + "mlp.up_proj.weight"].T)) @ w[p + "mlp.down_proj.weight"].T
     return norm(h, "norm.weight")
 
 
@@ -90,12 +91,14 @@ def reference(w, dcfg, cfg, target, batch, step, epochs):
         ids, doc, loss = batch.ids_RT[r].tolist(), batch.doc_RT[r].tolist(), batch.loss_RT[r].tolist()
         anchors = anchors_of(epochs[r], row, loss, doc)
         assert batch.anchors_RN[r][batch.keep_RN[r]].tolist() == anchors
-        noise = noise_of(cfg, step, r // cfg.micro_rows, cfg.micro_rows, len(dcfg.target_layer_ids) * target.hidden_size)[r % cfg.micro_rows]
+        noise = noise_of(cfg, step, r // cfg.micro_rows, cfg.micro_rows,
+                         len(dcfg.target_layer_ids) * target.hidden_size)[r % cfg.micro_rows]
         for a in anchors:
             start = doc.index(doc[a])
             if (r, start) not in read:
                 with torch.no_grad():
-                    read[r, start] = model(torch.tensor([[i for i, d in zip(ids, doc, strict=True) if d == doc[a]]]), output_hidden_states=True)
+                    read[r, start] = model(torch.tensor([[i for i, d in zip(ids, doc, strict=True) if d == doc[a]]]),
+                                           output_hidden_states=True)
             out = read[r, start]
             feats = torch.cat([out.hidden_states[i + 1][0, :a - start] for i in dcfg.target_layer_ids], -1) + noise[start:a]
             slots = table[[ids[a]] + [MASK] * (B - 1)] * target.hidden_size**.5  # as Gemma scales them
@@ -125,13 +128,15 @@ def reference(w, dcfg, cfg, target, batch, step, epochs):
 
 
 CASES = [dict(), dict(noise=NoiseConfig(.3)), dict(weighting="dpace"), dict(loss={"ce": 2.0}, labels="teacher"),
-         dict(loss={"ce": .3, "fkl": .5, "tv": .2}, noise=NoiseConfig(.3)), dict(loss={"rkl": 1.0, "lk": .5}, weighting="dpace", labels="teacher")]
+         dict(loss={"ce": .3, "fkl": .5, "tv": .2}, noise=NoiseConfig(.3)),
+         dict(loss={"rkl": 1.0, "lk": .5}, weighting="dpace", labels="teacher")]
 
 
 @pytest.mark.parametrize("layout", ["anchor-first", "shifted"])
 @pytest.mark.parametrize("delta", CASES, ids=str)
 def test_two_steps_equal_the_definitions(target, tmp_path, delta, layout):
-    cfg = TrainConfig(block_size=B, layout=layout, num_draft_layers=2, row_len=T, token_budget=4 * T, micro_rows=2, num_anchors=N, steps=50, warmup=.08,
+    cfg = TrainConfig(block_size=B, layout=layout, num_draft_layers=2, row_len=T, token_budget=4 * T, micro_rows=2, num_anchors=N,
+                      steps=50, warmup=.08,
                       lr=1e-3, clip=.05, seed=SEED, mask_token_id=MASK, val_share=0., target_layer_ids=(0, 2, 4)) | delta
     t = Trainer(target, Dataset.from_docs(documents()), cfg, run_dir=tmp_path / "r", callbacks=[ProgressCB(show="off")])
     t.drafter.double()
