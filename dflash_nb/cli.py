@@ -8,8 +8,8 @@ __all__ = ['DONE', 'FAILED', 'BAD_INPUT', 'STOPPED', 'EXIT_CODES', 'DEMO', 'run_
            'dflash_eval', 'where_next']
 
 # %% ../nbs/30_cli.ipynb #30-cli-001
-import argparse, dataclasses, difflib, json, signal, sys, threading, time
-from contextlib import contextmanager
+import argparse, dataclasses, difflib, json, os, re, shlex, signal, sys, threading, time
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from .config import ConfigError, DataError, DflashError, NoiseConfig, TrainConfig, load_config
 
@@ -18,7 +18,14 @@ DONE, FAILED, BAD_INPUT, STOPPED = 0, 1, 2, 3
 EXIT_CODES = "exit codes: 0 done; 1 failed; 2 bad input (one line on stderr); 3 stopped with a checkpoint, continue with --resume RUN_DIR"
 
 class _Parser(argparse.ArgumentParser):
-    "Refuses in one line, with the nearest known option."
+    "Refuses in one line, with the nearest known option; a value may begin with a minus."
+    def parse_args(self, args=None, namespace=None):
+        out = []
+        for a in sys.argv[1:] if args is None else args:
+            if out and re.match(r"-[\d.]", a) and re.match(r"--\w+$", out[-1]): out[-1] += f"={a}"
+            else: out.append(a)
+        return super().parse_args(out, namespace)
+
     def error(self, message):
         text = message
         if message.startswith("unrecognized arguments: "):
@@ -48,6 +55,11 @@ def run_command(
         say(f"{'error' if bad else 'failed'}: {e}" + (f"; {go_on}" if go_on else ""))
         return BAD_INPUT if bad else FAILED
     except BrokenPipeError: return FAILED
+    except OSError as e:
+        where = f" {str(e.filename)!r}" if e.filename else ""
+        go_on = resumable()
+        say(f"failed:{where} {e.strerror or e}" + (f"; {go_on}" if go_on else ""))
+        return FAILED
 
 # %% ../nbs/30_cli.ipynb #30-cli-012
 def read_value(
@@ -154,10 +166,21 @@ def _quiet():
     from transformers.utils import logging
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+    with suppress(ImportError, AttributeError):  # the bar of GGUF files does not ask transformers' logging
+        import functools, transformers.modeling_gguf_pytorch_utils as gguf
+        gguf.tqdm = functools.partial(gguf.tqdm, disable=True)
 
 def _check_path(option: str, path: str):
     "A file that an option names must exist."
-    if not Path(path).is_file(): raise DataError(f"{option} {path!r}: no such file; give a .jsonl or .json file of chats")
+    if not Path(path).is_file(): raise DataError(f"{option} {path!r}: {'no regular file' if Path(path).exists() else 'no such file'}; give a .jsonl or .json file of chats")
+
+def _check_run_dir(path: Path):
+    "Refuse a run directory that holds a run or cannot be written, before anything is loaded."
+    from dflash_nb.events import new_run_dir
+    if path.is_file() or (path/"events.jsonl").exists() or (path/"checkpoints").exists(): new_run_dir(path)
+    there = next(p for p in (path, *path.absolute().parents) if p.exists())
+    if not there.is_dir(): raise ConfigError(f"run_dir {str(path)!r}: {str(there)!r} is a file; give another directory")
+    if not os.access(there, os.W_OK | os.X_OK): raise ConfigError(f"run_dir {str(path)!r}: {str(there)!r} cannot be written; give another directory")
 
 def _train_config(args) -> TrainConfig:
     "Config file or demo, then options."
@@ -173,8 +196,7 @@ def _new_trainer(args):
     if not (max_length is None or isinstance(max_length, int)): raise ConfigError(f"max_length={args.max_length!r}: give tokens as a whole number, or none")
     run_dir = Path(args.run_dir) if args.run_dir else free_run_dir()
     if args.data: _check_path("--data", args.data)
-    from dflash_nb.events import new_run_dir
-    if run_dir.is_file() or (run_dir/"events.jsonl").exists() or (run_dir/"checkpoints").exists(): new_run_dir(run_dir)
+    _check_run_dir(run_dir)
     with stage("importing torch and transformers"):
         from dflash_nb.data import encode_chats, load_chats
         from dflash_nb.target import asset, load_target
@@ -211,13 +233,13 @@ def dflash_train(
     trainer = None
     def resumable():
         run = args.resume or (trainer and trainer.run_dir)
-        return f"continue with: dflash_train --resume {run}" if run and (Path(run)/"run.json").exists() else ""
+        return f"continue with: dflash_train --resume {shlex.quote(str(run))}" if run and (Path(run)/"run.json").exists() else ""
     def body():
         nonlocal trainer
         trainer = _resumed_trainer(args) if args.resume else _new_trainer(args)
         record = trainer.fit()
-        print(f"next: dflash_eval {trainer.run_dir}    status and events: {trainer.run_dir}/events.jsonl", flush=True)
-        code = DONE if record.outcome == "finished" else STOPPED
+        code, run = DONE if record.outcome == "finished" else STOPPED, shlex.quote(str(trainer.run_dir))
+        print(f"next: dflash_eval {run}    what it did: dflash_status {run}", flush=True)
         if args.json: _last_line(dataclasses.asdict(record) | dict(command="dflash_train", exit_code=code, loss=trainer.last.get("loss"), config_hash=trainer.cfg.hash(), target=trainer.target.name))
         return code
     return run_command("dflash_train", body, resumable)
@@ -269,6 +291,7 @@ def _check_eval(args):
     for name, low in (("max_new_tokens", 1), ("num_prompts", 1)):
         v = getattr(args, name)
         if v is not None and v < low: raise ConfigError(f"{name}={v}: give {low} or more")
+    if not 0 <= args.seed < 2**63: raise ConfigError(f"seed={args.seed}: give a whole number from 0 to 2**63 - 1")
     if not args.temperature >= 0: raise ConfigError(f"temperature={args.temperature}: give 0 (greedy) or more")
     if args.dtype not in ("auto", "float32", "bfloat16", "float16"): raise ConfigError(f"dtype={args.dtype!r}: choose auto, float32, bfloat16 or float16")
     if not Path(args.drafter).is_dir(): raise DataError(f"{args.drafter!r}: no such folder; give a run directory or a drafter folder")
@@ -323,5 +346,5 @@ def where_next(
     "What to look at after this number."
     weakest = min(report.to_dict()["by_kind"], key=lambda k: k["tau"] if k["tau"] is not None else float("inf"))
     run = Path(folder).parent.parent
-    where = f"the run's curve: Trainer.from_run({str(run)!r}).history; more steps: dflash_train --resume {run} --steps N" if (run/"run.json").exists() else "train it further with your own data"
+    where = f"the run's curve: Trainer.from_run({str(run)!r}).history; more steps: dflash_train --resume {shlex.quote(str(run))} --steps N" if (run/"run.json").exists() else "train it further with your own data"
     return f"next: {where}\n      weakest kind: {weakest['kind']} (tau {weakest['tau'] or float('nan'):.2f}): more such chats, or another gamma, may help most there"

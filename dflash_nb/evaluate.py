@@ -35,7 +35,9 @@ def prompt_ids(
         if "text" in prompt: return list(target.tokenizer(prompt["text"])["input_ids"])
         if "input_ids" in prompt: return _until_answer(prompt["input_ids"], prompt.get("loss_mask"))
         raise DataError(f"prompt with keys {sorted(prompt)}: give messages, turns, prompt, text or input_ids")
-    prompt = prompt.tolist() if hasattr(prompt, "tolist") else list(prompt)
+    prompt = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+    if not isinstance(prompt, (list, tuple)): raise DataError(f"prompt {prompt!r:.60}: give token ids, turns or a string")
+    prompt = list(prompt)
     if prompt and isinstance(prompt[0], dict): return _chat_ids(prompt, target)
     if not all(isinstance(i, int) for i in prompt): raise DataError(f"prompt {prompt!r:.60}: give token ids, turns or a string")
     return prompt

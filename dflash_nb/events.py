@@ -4,7 +4,7 @@
 
 # %% ../nbs/01_events.ipynb #01-events-001
 from __future__ import annotations
-import contextlib, hashlib, json, os, platform, shutil, socket, statistics, subprocess, sys, threading, time, traceback, zlib
+import contextlib, hashlib, json, os, platform, shlex, shutil, socket, statistics, subprocess, sys, threading, time, traceback, zlib
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -291,9 +291,10 @@ def new_run_dir(path) -> Path:  # created if absent
     path = Path(path)
     if path.exists() and not path.is_dir(): raise RunDirError(f"run_dir {str(path)!r} is a file; give a directory")
     if (path/"events.jsonl").exists() or (path/"checkpoints").exists():
-        raise RunDirError(f"run_dir {str(path)!r} already holds a run: continue it with Trainer.from_run({str(path)!r}) (command: --resume {path}), "
+        raise RunDirError(f"run_dir {str(path)!r} already holds a run: continue it with Trainer.from_run({str(path)!r}) (command: --resume {shlex.quote(str(path))}), "
                           f"give another run_dir, or delete the folder")
-    path.mkdir(parents=True, exist_ok=True)
+    try: path.mkdir(parents=True, exist_ok=True)
+    except OSError as e: raise RunDirError(f"run_dir {str(path)!r} cannot be made ({e.strerror}); give another directory") from None
     return path
 
 def write_json(path, value):

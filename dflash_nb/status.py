@@ -289,11 +289,14 @@ def main_status(
     p.add_argument("--watch", action="store_true", help="answer again until the run ends (Ctrl-C leaves; the run goes on)")
     p.add_argument("--every", type=float, default=1., help="seconds between answers of --watch (1)")
     p.add_argument("--diagnose", action="store_true", help="say what looks wrong and what to try")
+    p.error = lambda text: p.exit(2, f"dflash_status: error: {text} (options: dflash_status --help)\n")
     args = p.parse_args(argv)
+    if not args.every > 0: p.error(f"--every {args.every:g}: give seconds > 0")
     try:
         code = _watch(args) if args.watch else _answer(args)
         if args.diagnose and not args.json: print(diagnose(args.run_dir))
         return code
+    except BrokenPipeError: return 0  # the reader has seen enough
     except DflashError as e:
         print(f"dflash_status: {e}", file=sys.stderr)
         if args.json: print(_encode(dict(error=str(e))))
