@@ -22,6 +22,8 @@ from .regenerate import *
 from .evaluate import *
 from .checkpoint import *
 from .trainer import *
+from .export import *
+from .preflight import *
 
 # %% ../nbs/40_all.ipynb #40-all-005
 __all__ = sorted(n for n in globals() if not n.startswith("_"))

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['DONE', 'FAILED', 'BAD_INPUT', 'STOPPED', 'EXIT_CODES', 'DEMO', 'run_command', 'read_value', 'add_config_options',
-           'given_config', 'stage', 'train_parser', 'free_run_dir', 'dflash_train', 'eval_parser', 'read_prompts',
-           'dflash_eval', 'where_next']
+           'given_config', 'stage', 'train_parser', 'free_run_dir', 'expected_seconds', 'dflash_train', 'eval_parser',
+           'read_prompts', 'dflash_eval', 'where_next']
 
 # %% ../nbs/30_cli.ipynb #30-cli-001
 import argparse, dataclasses, difflib, json, os, re, shlex, signal, sys, threading, time
@@ -137,6 +137,7 @@ def train_parser() -> argparse.ArgumentParser:
     p.add_argument("--device", default="auto", help="cpu, cuda, cuda:1, ... (default: auto, the first GPU or the CPU)")
     p.add_argument("--config", metavar="FILE", help="TrainConfig as .yaml or .json; options given beside it win")
     p.add_argument("--demo", action="store_true", help="settings for the nano target that show a result in minutes on two cores: " + ", ".join(f"{k} {v}" for k, v in DEMO.items()))
+    p.add_argument("--preflight", choices=("auto", "yes", "warn", "no"), default="auto", help="half a minute of overfitting, exporting, loading and decoding before the run: auto for new runs over ten minutes, warn goes on after a failure (default: auto)")
     p.add_argument("--json", action="store_true", help="print one JSON object as the last line of stdout")
     add_config_options(p)
     return p
@@ -166,9 +167,8 @@ def _quiet():
     from transformers.utils import logging
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    with suppress(ImportError, AttributeError):  # the bar of GGUF files does not ask transformers' logging
-        import functools, transformers.modeling_gguf_pytorch_utils as gguf
-        gguf.tqdm = functools.partial(gguf.tqdm, disable=True)
+    import functools, transformers.modeling_gguf_pytorch_utils as gguf
+    gguf.tqdm = functools.partial(gguf.tqdm, disable=True)  # its bar does not ask transformers' logging
 
 def _check_path(option: str, path: str):
     "A file that an option names must exist."
@@ -188,7 +188,7 @@ def _train_config(args) -> TrainConfig:
     base = load_config(args.config) if args.config else TrainConfig(**DEMO) if args.demo else TrainConfig()
     return base | given_config(args)
 
-# %% ../nbs/30_cli.ipynb #30-cli-034
+# %% ../nbs/30_cli.ipynb #30-cli-024
 def _new_trainer(args):
     "Build a trainer for a new run from the options."
     cfg = _train_config(args)
@@ -222,7 +222,33 @@ def _resumed_trainer(args):
     with stage(f"reading run {args.resume}"):
         return Trainer.from_run(args.resume, changes=changes, devices="auto" if args.device == "auto" else _check_device(args.device))
 
-# %% ../nbs/30_cli.ipynb #30-cli-024
+# %% ../nbs/30_cli.ipynb #30-cli-035
+def expected_seconds(
+    trainer,  # Trainer before `fit`
+) -> float:
+    "Rough seconds to the end: the second of two equal micro-batches, forward and backward, times all that are left."
+    from dflash_nb.data import batches
+    from dflash_nb.trainer import backward_micro
+    cfg, sides = trainer.cfg, trainer.sides
+    micro = next(iter(batches(trainer.packed, cfg))).to(trainer.device).micro(0, cfg.micro_rows)
+    for _ in range(2):
+        start = time.perf_counter()
+        backward_micro(sides, micro, 0, 0).loss.item()
+        seconds = time.perf_counter() - start
+    sides.guard.read(), sides.target_clock.take(), sides.drafter_clock.take()
+    trainer.optimizer.zero_grad(set_to_none=True)
+    return seconds*(cfg.token_budget//cfg.row_len//cfg.micro_rows)*(cfg.steps - trainer.step)
+
+def _preflight(args, trainer):
+    "Run the check that the options ask for; PreflightError refuses the run."
+    asked = dict(auto=None, yes=True, warn=True, no=False)[args.preflight]
+    if asked is None and (args.resume or args.demo): return
+    from dflash_nb.preflight import preflight, wants_preflight
+    if not wants_preflight(None if asked else expected_seconds(trainer) if asked is None else 0, asked): return
+    with stage("preflight: overfit, export, load, decode"):
+        preflight(trainer.target, trainer.ds, trainer.cfg, on_fail="warn" if args.preflight == "warn" else "refuse")
+
+# %% ../nbs/30_cli.ipynb #30-cli-036
 def dflash_train(
     argv=None,  # list of strings; None: the command line
 ) -> int:
@@ -237,6 +263,7 @@ def dflash_train(
     def body():
         nonlocal trainer
         trainer = _resumed_trainer(args) if args.resume else _new_trainer(args)
+        _preflight(args, trainer)
         record = trainer.fit()
         code, run = DONE if record.outcome == "finished" else STOPPED, shlex.quote(str(trainer.run_dir))
         print(f"next: dflash_eval {run}    what it did: dflash_status {run}", flush=True)
@@ -275,7 +302,7 @@ def read_prompts(
     if not isinstance(rows, list) or not rows: raise DataError(f"--prompts {str(path)!r}: holds no prompt; give at least one")
     return rows[:limit]
 
-# %% ../nbs/30_cli.ipynb #30-cli-030
+# %% ../nbs/30_cli.ipynb #30-cli-032
 def _eval_folder(args) -> Path:
     "The folder that holds the drafter to measure."
     from dflash_nb.checkpoint import CheckpointError, best_step, drafter_folder, load_state
@@ -320,7 +347,7 @@ def _measure(args):
     drafter = drafter.to(target.dtype)
     return evaluate(drafter, target, rows, max_new_tokens=args.max_new_tokens, temperature=args.temperature, seed=args.seed, progress=_progress), folder, name
 
-# %% ../nbs/30_cli.ipynb #30-cli-032
+# %% ../nbs/30_cli.ipynb #30-cli-034
 def dflash_eval(
     argv=None,  # list of strings; None: the command line
 ) -> int:

@@ -270,3 +270,34 @@ def test_any_signal_at_any_moment(files, tmp_path, seed):
     assert cli.dflash_train(list(map(str, options(files, tmp_path / "b", steps)))) == 0
     a, b = (load_file(tmp_path / x / f"checkpoints/step-{steps:08d}/model.safetensors") for x in "ab")
     assert all(torch.equal(a[k], b[k]) for k in a)
+
+
+def test_measuring_a_run_leaves_no_trace(tmp_path):
+    from dflash_nb.cli import expected_seconds
+    from dflash_nb.trainer import ProgressCB, Trainer, toy_data, toy_target
+
+    def losses(name, measured):
+        cfg = TrainConfig(block_size=4, num_draft_layers=1, row_len=64, num_anchors=6, steps=4, mask_token_id=63, val_share=0)
+        t = Trainer(toy_target(), toy_data(30), cfg, run_dir=tmp_path / name, callbacks=[ProgressCB(show="off")])
+        if measured:
+            assert expected_seconds(t) > 0
+        t.fit()
+        return t.history.loss.tolist()
+
+    assert losses("a", True) == losses("b", False)
+
+
+def test_a_failed_preflight_refuses_the_run_unless_told_otherwise(tmp_path, monkeypatch, capsys):
+    from dflash_nb import preflight as module
+    monkeypatch.chdir(tmp_path)
+    bad = module.Preflight(False, ["walk_tau 1.0, tau 3.0"], {})
+    monkeypatch.setattr(module, "run_preflight", lambda *a, **k: bad)
+    args = ["--steps", "1", "--num_draft_layers", "1"]
+    assert cli.dflash_train([*args, "--preflight", "yes", "--run_dir", "a"]) == 2
+    assert "walk_tau 1.0, tau 3.0" in capsys.readouterr().err and not (tmp_path / "a").exists()
+    with pytest.warns(UserWarning, match="walk_tau"):
+        assert cli.dflash_train([*args, "--preflight", "warn", "--run_dir", "b"]) == 0
+    monkeypatch.setattr("dflash_nb.cli.expected_seconds", lambda t: 601.0)
+    assert cli.dflash_train([*args, "--run_dir", "c"]) == 2
+    monkeypatch.setattr("dflash_nb.cli.expected_seconds", lambda t: 599.0)
+    assert cli.dflash_train([*args, "--run_dir", "c"]) == 0
