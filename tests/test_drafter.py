@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from reference import one_block
 from tiny import tiny_target
 from transformers import DynamicCache
 
@@ -63,39 +64,6 @@ def run(d, batch, blocks, feats, table, attention):
     return d(d.context(feats), batch.pos_RT, table[blocks.ids_RNB], blocks, attention)
 
 
-def one_block(d, feats_SF, pos_S, h_BD, pos_B):
-    "A block after its context, in float64 with transformers' Qwen3 functions and a loop over heads."
-    from transformers import Qwen3Config
-    from transformers.models.qwen3.modeling_qwen3 import (
-        Qwen3RotaryEmbedding,
-        apply_rotary_pos_emb,
-    )
-    cfg, w = d.cfg, {n: p.detach().double() for n, p in d.state_dict().items()}
-    def norm(x, name):
-        return w[name] * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + cfg.rms_norm_eps)
-    rope = Qwen3RotaryEmbedding(Qwen3Config(head_dim=cfg.head_dim, hidden_size=cfg.hidden_size, num_attention_heads=cfg.num_attention_heads,
-                                            max_position_embeddings=cfg.max_position_embeddings, rope_parameters=dict(cfg.rope_parameters)))
-    cos, sin = rope(torch.zeros(1, dtype=torch.float64), torch.cat([pos_S, pos_B])[None])
-    S, E, H, K = len(pos_S), cfg.head_dim, cfg.num_attention_heads, cfg.num_key_value_heads
-    ctx, h = norm(feats_SF.double() @ w["fc.weight"].T, "hidden_norm.weight"), h_BD.double()
-    for i in range(cfg.num_hidden_layers):
-        p = f"layers.{i}."
-        x = norm(h, p + "input_layernorm.weight")
-        kv = torch.cat([ctx, x])
-        heads = lambda t, n: t.view(len(t), n, E).transpose(0, 1)[None]  # noqa: E731
-        q = norm(heads(x @ w[p + "self_attn.q_proj.weight"].T, H), p + "self_attn.q_norm.weight")
-        k = norm(heads(kv @ w[p + "self_attn.k_proj.weight"].T, K), p + "self_attn.k_norm.weight")
-        v = heads(kv @ w[p + "self_attn.v_proj.weight"].T, K)
-        q, _ = apply_rotary_pos_emb(q, q, cos[:, S:], sin[:, S:])
-        k, _ = apply_rotary_pos_emb(k, k, cos, sin)
-        y = torch.cat([(q[0, j] @ k[0, j * K // H].T * E**-0.5).softmax(-1) @ v[0, j * K // H] for j in range(H)], -1)
-        h = h + y @ w[p + "self_attn.o_proj.weight"].T
-        x = norm(h, p + "post_attention_layernorm.weight")
-        gate = torch.nn.functional.silu(x @ w[p + "mlp.gate_proj.weight"].T)
-        h = h + (gate * (x @ w[p + "mlp.up_proj.weight"].T)) @ w[p + "mlp.down_proj.weight"].T
-    return norm(h, "norm.weight")
-
-
 def kept(blocks):
     return [(r, n) for r in range(blocks.keep_RN.shape[0]) for n in range(blocks.keep_RN.shape[1]) if blocks.keep_RN[r, n]]
 
@@ -110,9 +78,11 @@ def test_equals_one_block_at_a_time(changes):
     batch, blocks, feats, table = case(cfg)
     with torch.no_grad():
         outs = {a: run(d, batch, blocks, feats, table, a) for a in BACKENDS}
+    w = {n: p.detach().double() for n, p in d.state_dict().items()}
     for r, n in kept(blocks):
         s, a = int(blocks.start_RN[r, n]), int(blocks.anchors_RN[r, n])
-        want = one_block(d, feats[r, s:a], batch.pos_RT[r, s:a], table[blocks.ids_RNB[r, n]], blocks.pos_RNB[r, n])
+        h = table[blocks.ids_RNB[r, n]].double()
+        want = one_block(w, cfg, feats[r, s:a].double(), batch.pos_RT[r, s:a], h, blocks.pos_RNB[r, n])
         for name, out in outs.items():
             assert (out[r, n] - want).abs().max() < 2e-5, name
 
@@ -493,3 +463,16 @@ def test_other_shapes_are_refused():
     d = Drafter(config(hidden_size=64, intermediate_size=96, vocab_size=260))
     with pytest.raises(ConfigError, match="gate_proj.weight is .128, 64. in the target and .96, 64. in the drafter"):
         copy_target_layers(d, target)
+
+
+@pytest.mark.parametrize("kind, more", [*ROPES.items(), ("yarn", dict(factor=4.0)),
+                                        ("yarn", dict(factor=4.0, original_max_position_embeddings=128, truncate=False)),
+                                        ("yarn", dict(factor=40.0, original_max_position_embeddings=128, mscale=1.0, mscale_all_dim=.8)),
+                                        ("yarn", dict(factor=4.0, attention_factor=1.3, beta_fast=16, beta_slow=2))], ids=str)
+def test_the_rope_of_the_target_is_trained_and_exported(kind, more):
+    target = tiny_target("llama", rope_parameters=dict(rope_type=kind, rope_theta=5e5, **more))
+    cfg = target.drafter_config(TrainConfig(num_draft_layers=1, mask_token_id=259))
+    theirs = target.parts.decoder.rotary_emb
+    for rope in (Rope(cfg), Rope(DrafterConfig.from_hf(cfg.to_hf()))):
+        torch.testing.assert_close(rope.inv_freq, theirs.inv_freq, rtol=1e-6, atol=0)
+        assert rope.scale == theirs.attention_scaling

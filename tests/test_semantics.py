@@ -4,9 +4,8 @@ import math
 import numpy as np
 import pytest
 import torch
+from reference import one_block
 from tiny import tiny_model
-from transformers import Qwen3Config
-from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding, apply_rotary_pos_emb
 
 from dflash_nb.config import NoiseConfig, TrainConfig
 from dflash_nb.data import Dataset, batches
@@ -37,31 +36,6 @@ def anchors_of(epoch, row, loss, doc):
     keys = np.random.Generator(np.random.PCG64([SEED, 3, epoch, row])).random(T)
     ok = [a for a in range(T - 1) if loss[a] and loss[a + 1] and doc[a] == doc[a + 1] >= 0]
     return sorted(sorted(ok, key=lambda a: keys[a])[:N])
-
-
-def block(w, cfg, ctx_feats, pos_S, h, pos_B):
-    "One block by transformers' rope and a loop over heads; `w`: named parameters with gradients."
-    def norm(x, name):
-        return w[name] * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + cfg.rms_norm_eps)
-    rope = Qwen3RotaryEmbedding(Qwen3Config(head_dim=cfg.head_dim, hidden_size=cfg.hidden_size, num_attention_heads=cfg.num_attention_heads,
-                                            max_position_embeddings=cfg.max_position_embeddings, rope_parameters=dict(cfg.rope_parameters)))
-    cos, sin = rope(torch.zeros(1, dtype=torch.float64), torch.tensor([*pos_S, *pos_B])[None])
-    S, E, H, K = len(pos_S), cfg.head_dim, cfg.num_attention_heads, cfg.num_key_value_heads
-    ctx = norm(ctx_feats @ w["fc.weight"].T, "hidden_norm.weight")
-    for i in range(cfg.num_hidden_layers):
-        p = f"layers.{i}."
-        x = norm(h, p + "input_layernorm.weight")
-        kv, split = torch.cat([ctx, x]), lambda t, n: t.view(len(t), n, E).transpose(0, 1)[None]
-        q = norm(split(x @ w[p + "self_attn.q_proj.weight"].T, H), p + "self_attn.q_norm.weight")
-        k = norm(split(kv @ w[p + "self_attn.k_proj.weight"].T, K), p + "self_attn.k_norm.weight")
-        v = split(kv @ w[p + "self_attn.v_proj.weight"].T, K)
-        q, k = apply_rotary_pos_emb(q, q, cos[:, S:], sin[:, S:])[0], apply_rotary_pos_emb(k, k, cos, sin)[0]
-        y = torch.cat([(q[0, j] @ k[0, j * K // H].T * E**-0.5).softmax(-1) @ v[0, j * K // H] for j in range(H)], -1)
-        h = h + y @ w[p + "self_attn.o_proj.weight"].T
-        x = norm(h, p + "post_attention_layernorm.weight")
-        gate = torch.nn.functional.silu(x @ w[p + "mlp.gate_proj.weight"].T)
-        h = h + (gate * (x @ w[p + "mlp.up_proj.weight"].T)) @ w[p + "mlp.down_proj.weight"].T
-    return norm(h, "norm.weight")
 
 
 def slot_weights(cfg, q_y, counts):
@@ -102,7 +76,7 @@ def reference(w, dcfg, cfg, target, batch, step, epochs):
             out = read[r, start]
             feats = torch.cat([out.hidden_states[i + 1][0, :a - start] for i in dcfg.target_layer_ids], -1) + noise[start:a]
             slots = table[[ids[a]] + [MASK] * (B - 1)] * target.hidden_size**.5  # as Gemma scales them
-            h = block(w, dcfg, feats, range(a - start), slots, range(a - start, a - start + B))
+            h = one_block(w, dcfg, feats, range(a - start), slots, range(a - start, a - start + B))
             q_y, counts, terms, alive = [], [], [], True
             for k in range(first, B):
                 t = a + k + (0 if first else 1)
