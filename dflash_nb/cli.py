@@ -167,8 +167,9 @@ def _quiet():
     from transformers.utils import logging
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    import functools, transformers.modeling_gguf_pytorch_utils as gguf
-    gguf.tqdm = functools.partial(gguf.tqdm, disable=True)  # its bar does not ask transformers' logging
+    with suppress(ImportError, AttributeError):  # the bar of GGUF files does not ask transformers' logging
+        import functools, transformers.modeling_gguf_pytorch_utils as gguf
+        gguf.tqdm = functools.partial(gguf.tqdm, disable=True)
 
 def _check_path(option: str, path: str):
     "A file that an option names must exist."
@@ -248,20 +249,20 @@ def _preflight(args, trainer):
     with stage("preflight: overfit, export, load, decode"):
         preflight(trainer.target, trainer.ds, trainer.cfg, on_fail="warn" if args.preflight == "warn" else "refuse")
 
-# %% ../nbs/30_cli.ipynb #30-cli-036
+# %% ../nbs/30_cli.ipynb #30-cli-034
 def dflash_train(
     argv=None,  # list of strings; None: the command line
 ) -> int:
     "Train a drafter from the command line; returns the exit code."
     _interruptible()
     args = train_parser().parse_args(argv)
-    print(f"dflash_train: {'continuing ' + args.resume if args.resume else 'starting'}", flush=True)
     trainer = None
     def resumable():
         run = args.resume or (trainer and trainer.run_dir)
         return f"continue with: dflash_train --resume {shlex.quote(str(run))}" if run and (Path(run)/"run.json").exists() else ""
     def body():
         nonlocal trainer
+        print(f"dflash_train: {'continuing ' + args.resume if args.resume else 'starting'}", flush=True)
         trainer = _resumed_trainer(args) if args.resume else _new_trainer(args)
         _preflight(args, trainer)
         record = trainer.fit()
@@ -347,15 +348,15 @@ def _measure(args):
     drafter = drafter.to(target.dtype)
     return evaluate(drafter, target, rows, max_new_tokens=args.max_new_tokens, temperature=args.temperature, seed=args.seed, progress=_progress), folder, name
 
-# %% ../nbs/30_cli.ipynb #30-cli-034
+# %% ../nbs/30_cli.ipynb #30-cli-036
 def dflash_eval(
     argv=None,  # list of strings; None: the command line
 ) -> int:
     "Measure a drafter from the command line; returns the exit code."
     _interruptible()
     args = eval_parser().parse_args(argv)
-    print(f"dflash_eval: {args.drafter}", flush=True)
     def body():
+        print(f"dflash_eval: {args.drafter}", flush=True)
         report, folder, name = _measure(args)
         print(report, flush=True)
         print(where_next(report, folder), flush=True)

@@ -1,4 +1,5 @@
 "K6: an export is served as it was trained; a single wrong key, tensor or target is found and named."
+
 import copy
 import json
 from dataclasses import replace
@@ -15,10 +16,19 @@ from dflash_nb.config import ConfigError, TrainConfig
 from dflash_nb.drafter import Drafter, own_head
 from dflash_nb.evaluate import evaluate
 from dflash_nb.export import (
-    ExportError, export_config, export_drafter, main_export, model_card, probe_record, push_drafter, target_hash, verify_export)
+    ExportError,
+    export_config,
+    export_drafter,
+    main_export,
+    model_card,
+    probe_record,
+    push_drafter,
+    target_hash,
+    verify_export,
+)
 from dflash_nb.formats import leaves, read_drafter_config, speculators_config, zlab_config
 from dflash_nb.optim import make_optimizer
-from dflash_nb.reader import ReadError, Reader, reader_decode, rope_frequencies
+from dflash_nb.reader import Reader, ReadError, reader_decode, rope_frequencies
 
 torch.set_num_threads(1)
 FORMATS = ["z-lab", "speculators"]
@@ -50,6 +60,7 @@ def failures(folder, target, **kw):
 
 # ---- K6
 
+
 @pytest.mark.parametrize("family", [*FAMILIES, "gemma", "granite", "cohere", "phi"])
 def test_an_export_is_the_drafter_for_every_family(tmp_path, family):
     target = tiny_target(family)
@@ -65,7 +76,9 @@ def test_an_export_is_the_drafter_for_every_family(tmp_path, family):
     assert a.tau == b.tau and [r["lengths"] for r in a.rows] == [r["lengths"] for r in b.rows]
 
 
-@pytest.mark.parametrize("layout, format", [("anchor-first", "z-lab"), ("anchor-first", "speculators"), ("shifted", "speculators")])
+@pytest.mark.parametrize(
+    "layout, format", [("anchor-first", "z-lab"), ("anchor-first", "speculators"), ("shifted", "speculators")]
+)
 def test_the_reader_decodes_a_trained_drafter_call_by_call(tmp_path, layout, format):
     target = lookup_target()
     prompts = [[i, 200] for i in (5, 34, 63, 92)]
@@ -76,11 +89,29 @@ def test_the_reader_decodes_a_trained_drafter_call_by_call(tmp_path, layout, for
     assert not verify_export(folder, target, d, prompts=prompts, max_new_tokens=18, show=False).failed
 
 
-ROPES = [dict(rope_type="linear", rope_theta=1e4, factor=4.0),
-         dict(rope_type="llama3", rope_theta=5e5, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64),
-         dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=64),
-         dict(rope_type="yarn", rope_theta=1e4, factor=40.0, original_max_position_embeddings=64, mscale=0.7, mscale_all_dim=1.0, beta_fast=16, beta_slow=2),
-         dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=64, attention_factor=1.3)]
+ROPES = [
+    dict(rope_type="linear", rope_theta=1e4, factor=4.0),
+    dict(
+        rope_type="llama3",
+        rope_theta=5e5,
+        factor=8.0,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position_embeddings=64,
+    ),
+    dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=64),
+    dict(
+        rope_type="yarn",
+        rope_theta=1e4,
+        factor=40.0,
+        original_max_position_embeddings=64,
+        mscale=0.7,
+        mscale_all_dim=1.0,
+        beta_fast=16,
+        beta_slow=2,
+    ),
+    dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=64, attention_factor=1.3),
+]
 
 
 @pytest.mark.parametrize("rope", ROPES, ids=lambda r: r["rope_type"])
@@ -91,7 +122,9 @@ def test_scaled_ropes_are_exported_in_both_styles_and_read_right(tmp_path, pair,
     folder = export_drafter(d, tmp_path / "e", format, target=target)
     config = json.loads((folder / "config.json").read_text())
     inner = config.get("transformer_layer_config", config)
-    assert inner["rope_theta"] == rope["rope_theta"] and inner["rope_scaling"] == {k: v for k, v in rope.items() if k != "rope_theta"}
+    assert inner["rope_theta"] == rope["rope_theta"] and inner["rope_scaling"] == {
+        k: v for k, v in rope.items() if k != "rope_theta"
+    }
     assert load_drafter(folder).cfg == d.cfg
     edit(folder, lambda c: c.get("transformer_layer_config", c)["rope_parameters"].update(factor=2.0))
     assert "factor" in failures(folder, target)
@@ -99,6 +132,7 @@ def test_scaled_ropes_are_exported_in_both_styles_and_read_right(tmp_path, pair,
 
 def test_frequencies_agree_with_transformers(pair):
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
     _, d = pair
     for rope in ROPES:
         have = Drafter(replace(d.cfg, rope_parameters=rope)).rope
@@ -108,6 +142,7 @@ def test_frequencies_agree_with_transformers(pair):
 
 
 # ---- every key
+
 
 def corrupted(value):
     "Another value of the same kind where there is one."
@@ -122,7 +157,10 @@ def corrupted(value):
     return 3
 
 
-def put(config, key, value, gone=object()):
+GONE = object()
+
+
+def put(config, key, value, gone=GONE):
     "Set (or, without a value, delete) a dotted key."
     *path, last = key.split(".")
     at = config
@@ -160,15 +198,25 @@ def test_any_single_wrong_key_is_named(tmp_path, pair, format, record):
 
 
 FUNCTIONAL = [  # (what to change, a word of what must be said) with nothing to compare with but tensors, target and rules
-    (lambda c: c.update(rms_norm_eps=0.3), None), (lambda c: (c.update(rope_theta=7.0), c["rope_parameters"].update(rope_theta=7.0)), None),
-    (lambda c: c.update(is_causal=True), "is_causal"), (lambda c: c["dflash_config"].update(causal=True), "causal"),
-    (lambda c: c.update(layer_types=["sliding_attention"] * 2, sliding_window=8), "layer_types"), (lambda c: c.update(hidden_act="gelu"), "hidden_act"),
-    (lambda c: c["dflash_config"].update(target_layer_ids=[2, 3]), None), (lambda c: c["dflash_config"].update(mask_token_id=11), None),
-    (lambda c: (c.update(block_size=5), c["dflash_config"].update(block_size=5)), None), (lambda c: c.update(partial_rotary_factor=0.5), "partial_rotary_factor"),
-    (lambda c: c["dflash_config"].update(input_embedding_scale=2.0), "input_embedding_scale"), (lambda c: c["dflash_config"].update(final_logit_softcapping=1.0), "final_logit_softcapping"),
-    (lambda c: c["dflash_config"].update(output_multiplier=3.0), "output_multiplier"), (lambda c: c.update(num_attention_heads=2), "num_attention_heads"),
-    (lambda c: c["dflash_config"].update(use_swa=True, swa_window_size=4), "use_swa"), (lambda c: c.update(attention_bias=True), "attention_bias"),
-    (lambda c: c.update(vocab_size=99), "vocab_size"), (lambda c: c.update(num_target_layers=9), "num_target_layers")]
+    (lambda c: c.update(rms_norm_eps=0.3), None),
+    (lambda c: (c.update(rope_theta=7.0), c["rope_parameters"].update(rope_theta=7.0)), None),
+    (lambda c: c.update(is_causal=True), "is_causal"),
+    (lambda c: c["dflash_config"].update(causal=True), "causal"),
+    (lambda c: c.update(layer_types=["sliding_attention"] * 2, sliding_window=8), "layer_types"),
+    (lambda c: c.update(hidden_act="gelu"), "hidden_act"),
+    (lambda c: c["dflash_config"].update(target_layer_ids=[2, 3]), None),
+    (lambda c: c["dflash_config"].update(mask_token_id=11), None),
+    (lambda c: (c.update(block_size=5), c["dflash_config"].update(block_size=5)), None),
+    (lambda c: c.update(partial_rotary_factor=0.5), "partial_rotary_factor"),
+    (lambda c: c["dflash_config"].update(input_embedding_scale=2.0), "input_embedding_scale"),
+    (lambda c: c["dflash_config"].update(final_logit_softcapping=1.0), "final_logit_softcapping"),
+    (lambda c: c["dflash_config"].update(output_multiplier=3.0), "output_multiplier"),
+    (lambda c: c.update(num_attention_heads=2), "num_attention_heads"),
+    (lambda c: c["dflash_config"].update(use_swa=True, swa_window_size=4), "use_swa"),
+    (lambda c: c.update(attention_bias=True), "attention_bias"),
+    (lambda c: c.update(vocab_size=99), "vocab_size"),
+    (lambda c: c.update(num_target_layers=9), "num_target_layers"),
+]
 
 
 @pytest.mark.parametrize("i", range(len(FUNCTIONAL)))
@@ -185,17 +233,24 @@ def test_keys_that_matter_are_found_by_what_they_do(tmp_path, pair, i):
 
 # ---- tensors, target, files
 
+
 def rewrite(folder, change):
     t = load_file(folder / "model.safetensors")
     change(t)
     save_file({k: v.contiguous() for k, v in t.items()}, folder / "model.safetensors")
 
 
-@pytest.mark.parametrize("change, said", [
-    (lambda t: t.update({"context_proj.weight": t.pop("fc.weight")}), "context_proj"), (lambda t: t.pop("norm.weight"), "norm.weight"),
-    (lambda t: t.update({"layers.0.mlp.up_proj.weight": t["layers.0.mlp.gate_proj.weight"].clone()}), "logits block"),
-    (lambda t: t["fc.weight"].fill_(float("nan")), "fc.weight"), (lambda t: t.update({"fc.weight": t["fc.weight"].half()}), "torch_dtype"),
-    (lambda t: t.update({"mask_hidden": t["norm.weight"].clone()}), "mask_hidden")])
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        (lambda t: t.update({"context_proj.weight": t.pop("fc.weight")}), "context_proj"),
+        (lambda t: t.pop("norm.weight"), "norm.weight"),
+        (lambda t: t.update({"layers.0.mlp.up_proj.weight": t["layers.0.mlp.gate_proj.weight"].clone()}), "logits block"),
+        (lambda t: t["fc.weight"].fill_(float("nan")), "fc.weight"),
+        (lambda t: t.update({"fc.weight": t["fc.weight"].half()}), "torch_dtype"),
+        (lambda t: t.update({"mask_hidden": t["norm.weight"].clone()}), "mask_hidden"),
+    ],
+)
 def test_wrong_tensors_fail_and_are_named(tmp_path, pair, change, said):
     target, d = pair
     folder = export_drafter(d, tmp_path / "e", target=target, verify=False)
@@ -236,6 +291,7 @@ def test_damaged_files_are_a_failed_check(tmp_path, pair, name):
 
 def test_a_failed_verification_leaves_nothing_behind(tmp_path, pair, monkeypatch):
     import dflash_nb.export as export
+
     target, d = pair
     monkeypatch.setattr(export, "zlab_config", lambda cfg, **kw: zlab_config(cfg, **kw) | dict(rms_norm_eps=0.3))
     with pytest.raises(ExportError, match="logits block at 13"):
@@ -245,10 +301,16 @@ def test_a_failed_verification_leaves_nothing_behind(tmp_path, pair, monkeypatch
 
 # ---- refusals
 
+
 def test_what_cannot_be_served_is_refused(tmp_path, pair):
     target, d = pair
     make = lambda **kw: Drafter(replace(d.cfg, **kw))  # noqa: E731
-    for drafter, said in ((make(layout="shifted"), "shifted"), (make(target_layer_ids=(1, 5)), "last layer"), (make(vocab_size=300), "vocab_size"), (make(num_target_layers=7), "num_target_layers")):
+    for drafter, said in (
+        (make(layout="shifted"), "shifted"),
+        (make(target_layer_ids=(1, 5)), "last layer"),
+        (make(vocab_size=300), "vocab_size"),
+        (make(num_target_layers=7), "num_target_layers"),
+    ):
         with pytest.raises((ExportError, ConfigError), match=said):
             export_drafter(drafter, tmp_path / "e", target=target)
     with pytest.raises(ExportError, match="format"):
@@ -261,14 +323,31 @@ def test_what_cannot_be_served_is_refused(tmp_path, pair):
     assert [p.name for p in tmp_path.iterdir()] == ["run"]
 
 
-@pytest.mark.parametrize("change, said", [
-    (dict(rope_theta=5.0), "rope_theta"), (dict(rope_scaling=dict(rope_type="linear", factor=2.0)), "rope_scaling"), (dict(block_size=9), "block_size"),
-    (dict(is_causal=True), "is_causal"), (dict(layer_types=["full_attention"]), "layer_types"), (dict(layer_types=["sliding_attention"] * 2), "layer_types"),
-    (dict(architectures=["DFlash2DraftModel"]), "DFlash2DraftModel"), (dict(architectures=["DFlashShiftedDraftModel"]), "layout"), (dict(hidden_act="gelu"), "hidden_act"),
-    (dict(partial_rotary_factor=0.5), "partial_rotary_factor"), (dict(attention_bias=True), "attention_bias"), (dict(is_neox_style=False), "is_neox_style"),
-    (dict(eagle_aux_hidden_state_layer_ids=[1, 3]), "eagle_aux"), (dict(num_target_layers=3), "num_target_layers"), (dict(markov_rank=4), "markov_rank"),
-    (dict(use_sliding_window=True), "sliding_window"), (dict(layer_types=7), "wrong kind"), (dict(dflash_config=dict(sample_from_anchor=True)), "lacks|layout"),
-    (dict(head_dim=None), "head_dim"), (dict(rope_theta=None, rope_parameters=None), "rope_theta")])
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        (dict(rope_theta=5.0), "rope_theta"),
+        (dict(rope_scaling=dict(rope_type="linear", factor=2.0)), "rope_scaling"),
+        (dict(block_size=9), "block_size"),
+        (dict(is_causal=True), "is_causal"),
+        (dict(layer_types=["full_attention"]), "layer_types"),
+        (dict(layer_types=["sliding_attention"] * 2), "layer_types"),
+        (dict(architectures=["DFlash2DraftModel"]), "DFlash2DraftModel"),
+        (dict(architectures=["DFlashShiftedDraftModel"]), "layout"),
+        (dict(hidden_act="gelu"), "hidden_act"),
+        (dict(partial_rotary_factor=0.5), "partial_rotary_factor"),
+        (dict(attention_bias=True), "attention_bias"),
+        (dict(is_neox_style=False), "is_neox_style"),
+        (dict(eagle_aux_hidden_state_layer_ids=[1, 3]), "eagle_aux"),
+        (dict(num_target_layers=3), "num_target_layers"),
+        (dict(markov_rank=4), "markov_rank"),
+        (dict(use_sliding_window=True), "sliding_window"),
+        (dict(layer_types=7), "wrong kind"),
+        (dict(dflash_config=dict(sample_from_anchor=True)), "lacks|layout"),
+        (dict(head_dim=None), "head_dim"),
+        (dict(rope_theta=None, rope_parameters=None), "rope_theta"),
+    ],
+)
 def test_configs_that_cannot_be_read_are_refused_by_name(pair, change, said):
     with pytest.raises(ConfigError, match=said) as e:
         read_drafter_config(zlab_config(pair[1].cfg) | change)
@@ -281,15 +360,24 @@ def test_all_problems_of_a_config_are_listed_at_once(pair):
     assert all(k in str(e.value) for k in ("block_size", "hidden_act", "rope_theta"))
 
 
-@pytest.mark.parametrize("change, said", [
-    (dict(sample_from_anchor=True), "sample_from_anchor|speculative_tokens"), (dict(draft_vocab_size=40), "draft_vocab_size"), (dict(speculators_model_type="eagle3"), "eagle3"),
-    (dict(aux_hidden_state_layer_ids=[0, 2]), "aux_hidden"), (dict(aux_hidden_state_layer_ids=None), "target_layer_ids"), (dict(block_size=9), "speculative_tokens")])
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        (dict(sample_from_anchor=True), "sample_from_anchor|speculative_tokens"),
+        (dict(draft_vocab_size=40), "draft_vocab_size"),
+        (dict(speculators_model_type="eagle3"), "eagle3"),
+        (dict(aux_hidden_state_layer_ids=[0, 2]), "aux_hidden"),
+        (dict(aux_hidden_state_layer_ids=None), "target_layer_ids"),
+        (dict(block_size=9), "speculative_tokens"),
+    ],
+)
 def test_speculators_configs_that_contradict_themselves_are_refused(pair, change, said):
     with pytest.raises(ConfigError, match=said):
         read_drafter_config(speculators_config(pair[1].cfg) | change)
 
 
 # ---- released drafters
+
 
 def released(tmp_path, d, own=(), change=None, prefix=""):
     "A folder as others write it: old keys only, no record, perhaps with tables of its own."
@@ -318,13 +406,16 @@ def test_sharded_weights_load(tmp_path, pair):
     parts = {"model-1.safetensors": names[:5], "model-2.safetensors": names[5:]}
     for file, part in parts.items():
         save_file({k: t[k] for k in part}, tmp_path / file)
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(dict(weight_map={k: f for f, part in parts.items() for k in part})))
+    (tmp_path / "model.safetensors.index.json").write_text(
+        json.dumps(dict(weight_map={k: f for f, part in parts.items() for k in part}))
+    )
     assert torch.equal(load_drafter(tmp_path).norm.weight, d.norm.weight)
 
 
 def block_loss_of(d, io, target, docs):
     "Cross-entropy over all anchors, with a given embedding and head."
     from decoding import as_batch
+
     batch = as_batch(docs)
     feats = target.features(batch.ids_RT, batch.pos_RT, layer_ids=d.cfg.target_layer_ids)[0].clone()
     blocks = make_blocks(batch, d.cfg.block_size, d.cfg.mask_token_id, d.cfg.layout)
@@ -332,7 +423,10 @@ def block_loss_of(d, io, target, docs):
     return torch.nn.functional.cross_entropy(io.head(h), blocks.labels_RNB[blocks.valid_RNB])
 
 
-@pytest.mark.parametrize("names, tied", [(("embed_tokens.weight", "lm_head.weight"), False), (("lm_head.weight",), False), (("embed_tokens.weight",), True)])
+@pytest.mark.parametrize(
+    "names, tied",
+    [(("embed_tokens.weight", "lm_head.weight"), False), (("lm_head.weight",), False), (("embed_tokens.weight",), True)],
+)
 def test_a_drafter_with_a_head_of_its_own_starts_with_it(tmp_path, pair, names, tied):
     target, d = pair
     g = torch.Generator().manual_seed(5)
@@ -364,11 +458,19 @@ def test_a_head_of_another_size_and_a_pruned_vocabulary_are_refused(tmp_path, pa
 
 def test_a_deepspec_folder_without_heads_is_a_shifted_drafter(tmp_path, pair):
     target, d = pair
-    flat = dict(architectures=["Qwen3DSparkModel"], markov_rank=0, enable_confidence_head=False, mask_token_id=d.cfg.mask_token_id, target_layer_ids=list(d.cfg.target_layer_ids), dflash_config={})
+    flat = dict(
+        architectures=["Qwen3DSparkModel"],
+        markov_rank=0,
+        enable_confidence_head=False,
+        mask_token_id=d.cfg.mask_token_id,
+        target_layer_ids=list(d.cfg.target_layer_ids),
+        dflash_config={},
+    )
     assert load_drafter(released(tmp_path, d, change=flat)).cfg.layout == "shifted"
 
 
 # ---- runs, card, command
+
 
 def test_a_run_directory_exports_its_newest_checkpoint(tmp_path, pair, capsys):
     target, d = pair
@@ -381,7 +483,7 @@ def test_a_run_directory_exports_its_newest_checkpoint(tmp_path, pair, capsys):
     folder = export_drafter(load_drafter(tmp_path / "run"), tmp_path / "e", target=target, training=tmp_path / "run")
     card = (folder / "README.md").read_text()
     assert "steps done: 3" in card and "gamma 2.0 (recipe: 7.0)" in card and target_hash(target) in card and nano is None
-    assert "num_speculative_tokens\": 5" in card
+    assert 'num_speculative_tokens": 5' in card
 
 
 def test_the_card_gives_tau_with_its_definition(tmp_path, pair):
@@ -389,7 +491,11 @@ def test_the_card_gives_tau_with_its_definition(tmp_path, pair):
     report = evaluate(d, target, [[5, 6, 7], [8, 9]], max_new_tokens=8)
     folder = export_drafter(d, tmp_path / "e", target=target, report=report, training=TrainConfig(), verify=False)
     card = (folder / "README.md").read_text()
-    assert f"tau {report.tau:.3f}" in card and "tokens emitted / target calls" in card and "deviations from the DFlash recipe: none" in card
+    assert (
+        f"tau {report.tau:.3f}" in card
+        and "tokens emitted / target calls" in card
+        and "deviations from the DFlash recipe: none" in card
+    )
     record = json.loads((folder / "dflash_export.json").read_text())
     assert model_card(record) == card and record["evaluation"]["prompts"] == 2
 
@@ -403,6 +509,7 @@ def test_command_refuses_bad_input_in_one_line(tmp_path, capsys):
 
 def test_push_without_login_says_how(tmp_path, pair, monkeypatch):
     import huggingface_hub
+
     target, d = pair
     monkeypatch.setattr(huggingface_hub, "get_token", lambda: None)
     folder = export_drafter(d, tmp_path / "e", target=target, verify=False)
@@ -414,6 +521,7 @@ def test_push_without_login_says_how(tmp_path, pair, monkeypatch):
 
 def test_push_uploads_the_folder(tmp_path, pair, monkeypatch):
     import huggingface_hub
+
     target, d = pair
     calls = []
 
@@ -442,8 +550,23 @@ def test_reader_refuses_what_it_does_not_know(tmp_path, pair):
 def test_export_states_all_that_an_engine_could_guess(pair):
     target, d = pair
     c = export_config(d, target, "z-lab", torch.float32)
-    assert c["dflash_config"].keys() >= {"mask_token_id", "target_layer_ids", "block_size", "layout", "causal", "use_swa", "target_name", "target_sha256", "input_embedding_scale"}
-    assert (c["is_causal"], c["sliding_window"], c["tie_word_embeddings"], c["partial_rotary_factor"]) == (False, None, False, 1.0)
+    assert c["dflash_config"].keys() >= {
+        "mask_token_id",
+        "target_layer_ids",
+        "block_size",
+        "layout",
+        "causal",
+        "use_swa",
+        "target_name",
+        "target_sha256",
+        "input_embedding_scale",
+    }
+    assert (c["is_causal"], c["sliding_window"], c["tie_word_embeddings"], c["partial_rotary_factor"]) == (
+        False,
+        None,
+        False,
+        1.0,
+    )
     scaled = tiny_target("gemma2")
     inner = export_config(tiny_drafter(scaled), scaled, "z-lab", torch.float32)["dflash_config"]
     assert inner["input_embedding_scale"] == 8.0 and inner["final_logit_softcapping"] == 3.0

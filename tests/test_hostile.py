@@ -22,7 +22,8 @@ def one_thread():
 
 
 def small(run_dir, *callbacks, target=None):
-    return Trainer(target or toy_target(), toy_data(), TrainConfig(**SHAPE), run_dir=run_dir, callbacks=[ProgressCB(show="off"), *callbacks])
+    cfg, quiet = TrainConfig(**SHAPE), ProgressCB(show="off")
+    return Trainer(target or toy_target(), toy_data(), cfg, run_dir=run_dir, callbacks=[quiet, *callbacks])
 
 
 def weights(trainer):
@@ -132,6 +133,18 @@ def test_no_reader_and_no_stdout(tmp_path, monkeypatch):
     assert status.main_status([str(tmp_path / "r"), "--watch"]) == 0
     monkeypatch.setattr("sys.stdout", None)
     assert progress_mode() == "lines"
+
+
+def test_a_log_on_a_full_disk_is_one_line(monkeypatch, capsys):
+    class Full(io.StringIO):
+        def write(self, text):
+            raise OSError(28, "No space left on device")
+
+    for command, argv in ((cli.dflash_train, []), (cli.dflash_eval, ["runs/a"])):
+        with monkeypatch.context() as m:
+            m.setattr("sys.stdout", Full())
+            assert command(argv) == 1
+        assert capsys.readouterr().err == f"{command.__name__}: failed: No space left on device\n"
 
 
 def test_status_refuses_in_one_line(tmp_path, capsys):

@@ -1,5 +1,6 @@
 """Real clients read our folders (slow): z-lab's package decodes as we do, speculators opens and converts as we do,
 SGLang's and vLLM's own config readers and loaders understand the export. Packages come from the index without dependencies."""
+
 import ast
 import copy
 import importlib
@@ -35,8 +36,23 @@ from dflash_nb.target import asset, load_target
 pytestmark = pytest.mark.slow
 CACHE = Path(os.environ.get("DFLASH_CLIENTS", Path(tempfile.gettempdir()) / "dflash_nb_clients"))
 ZLAB = ["dflash==0.1.0"]
-SPECULATORS = ["speculators==0.9.0", "hs-connectors==0.9.0", "loguru==0.7.2", "pydantic-settings==2.11.0", "python-dotenv==1.1.1", "typing-inspection",
-               "openai==2.0.0", "jiter", "distro", "sniffio", "datasets==5.0.1", "pyarrow", "dill", "xxhash", "multiprocess"]
+SPECULATORS = [
+    "speculators==0.9.0",
+    "hs-connectors==0.9.0",
+    "loguru==0.7.2",
+    "pydantic-settings==2.11.0",
+    "python-dotenv==1.1.1",
+    "typing-inspection",
+    "openai==2.0.0",
+    "jiter",
+    "distro",
+    "sniffio",
+    "datasets==5.0.1",
+    "pyarrow",
+    "dill",
+    "xxhash",
+    "multiprocess",
+]
 
 
 def pip(*args):
@@ -70,6 +86,7 @@ def wheel_source(package):
 
 # ---- targets and half-trained drafters
 
+
 @dataclass
 class Case:
     target: object
@@ -91,7 +108,7 @@ def trained(target, docs, steps, lr, block_size, layers=1, anchors=160):
     # a large vocabulary is cut to the labels and some others: enough to learn a few answers by heart
     some = torch.randperm(target.vocab_size, generator=torch.Generator().manual_seed(0))[:4096]
     kept, labels = torch.cat([blocks.labels_RNB[valid], some]).unique(return_inverse=True)
-    rows, labels = io.rows[kept], labels[:int(valid.sum())]
+    rows, labels = io.rows[kept], labels[: int(valid.sum())]
     opt = torch.optim.AdamW(d.parameters(), lr)
     for _ in range(steps):
         h = d(d.context(feats), batch.pos_RT, embedded, blocks)[valid]
@@ -108,11 +125,12 @@ def case(name):
     target = load_target(name)
     rows = [json.loads(x) for x in asset("heldout.jsonl").read_text().splitlines()[:20]]
     prompts, n = [prompt_ids(r, target) for r in rows], 40 if name == "nano" else 24
-    docs = answers(target, prompts[:10 if name == "nano" else 5], n)
+    docs = answers(target, prompts[: 10 if name == "nano" else 5], n)
     return Case(target, trained(target, Docs(docs), 60 if name == "nano" else 100, 3e-3, 8 if name == "nano" else 6), prompts, n)
 
 
 # ---- z-lab's package
+
 
 def zlab(monkeypatch):
     "z-lab's model module; its statistics read a CUDA clock, replaced by the wall clock."
@@ -130,14 +148,18 @@ def test_zlab_decodes_token_for_token_and_call_for_call(tmp_path, monkeypatch, n
     assert {k for k, _ in model.named_parameters()} == body_names(c.drafter.cfg.num_hidden_layers)
     lengths = []
     for p in c.prompts:
-        theirs = client.dflash_generate(model, c.target.model, torch.tensor([p]), c.new_tokens, list(c.target.eos_ids), return_stats=True)
+        theirs = client.dflash_generate(
+            model, c.target.model, torch.tensor([p]), c.new_tokens, list(c.target.eos_ids), return_stats=True
+        )
         ours = speculate(c.target, c.drafter, p, c.new_tokens, shrink_last=True)
-        assert theirs.output_ids[0, len(p):].tolist() == ours.ids
+        assert theirs.output_ids[0, len(p) :].tolist() == ours.ids
         assert theirs.acceptance_lengths == ours.lengths
         lengths += ours.lengths
     assert len(c.prompts) == 20 and len(set(lengths)) >= 4 and max(lengths) >= 4, sorted(set(lengths))
     short = c.prompts[:3]
-    assert [generate(c.target, p, c.new_tokens).ids for p in short] == [speculate(c.target, c.drafter, p, c.new_tokens).ids for p in short]
+    assert [generate(c.target, p, c.new_tokens).ids for p in short] == [
+        speculate(c.target, c.drafter, p, c.new_tokens).ids for p in short
+    ]
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2", "gemma3", "granite", "cohere", "gpt_neox", "mistral"])
@@ -150,7 +172,7 @@ def test_zlab_drafts_the_same_for_every_kind_of_target(tmp_path, monkeypatch, fa
     for p in prompts:
         theirs = client.dflash_generate(model, target.model, torch.tensor([p]), 20, list(target.eos_ids), return_stats=True)
         ours = speculate(target, d, p, 20, shrink_last=True)
-        assert (theirs.output_ids[0, len(p):].tolist(), theirs.acceptance_lengths) == (ours.ids, ours.lengths)
+        assert (theirs.output_ids[0, len(p) :].tolist(), theirs.acceptance_lengths) == (ours.ids, ours.lengths)
 
 
 def test_zlab_logits_agree_for_scales_and_soft_cap(tmp_path, monkeypatch):
@@ -162,6 +184,7 @@ def test_zlab_logits_agree_for_scales_and_soft_cap(tmp_path, monkeypatch):
 
 
 # ---- speculators
+
 
 def in_speculators(code, *args):
     "Run code with speculators importable; its last line of output is JSON."
@@ -177,9 +200,12 @@ import json, sys
 from speculators import SpeculatorModel
 m = SpeculatorModel.from_pretrained(sys.argv[1])
 c = m.config
-print(json.dumps(dict(kind=type(m).__name__, layers=m.target_layer_ids, block=m.block_size, mask=m.mask_token_id, anchor=c.sample_from_anchor,
-                      drafts=c.speculators_config.proposal_methods[0].speculative_tokens, sum=float(sum(p.double().abs().sum() for n, p in m.named_parameters() if n.split('.')[0] in ('fc', 'layers', 'norm', 'hidden_norm'))),
-                      nan=[n for n, p in m.named_parameters() if bool(p.isnan().any())], theta=m.rotary_emb.inv_freq.double().sum().item(), causal=not c.sliding_window_non_causal, swa=m.sliding_window_indices)))
+trained = [p for n, p in m.named_parameters() if n.split(".")[0] in ("fc", "layers", "norm", "hidden_norm")]
+print(json.dumps(dict(
+    kind=type(m).__name__, layers=m.target_layer_ids, block=m.block_size, mask=m.mask_token_id, anchor=c.sample_from_anchor,
+    drafts=c.speculators_config.proposal_methods[0].speculative_tokens, sum=float(sum(p.double().abs().sum() for p in trained)),
+    nan=[n for n, p in m.named_parameters() if bool(p.isnan().any())], theta=m.rotary_emb.inv_freq.double().sum().item(),
+    causal=not c.sliding_window_non_causal, swa=m.sliding_window_indices)))
 """
 
 
@@ -216,9 +242,19 @@ def test_its_conversion_of_our_zlab_folder_equals_our_export(tmp_path):
     differ = {k for k in x.keys() & y.keys() if x[k] != y[k]}
     # vLLM reads a false sliding_window_non_causal as causal in every layer, full ones too: ours says what was trained
     assert differ == {"sliding_window_non_causal"} and x["sliding_window_non_causal"] is True
-    assert y["transformer_layer_config.rope_parameters.partial_rotary_factor"] == x["transformer_layer_config.partial_rotary_factor"] == 1.0
+    assert (
+        y["transformer_layer_config.rope_parameters.partial_rotary_factor"]
+        == x["transformer_layer_config.partial_rotary_factor"]
+        == 1.0
+    )
     assert not {k for k in y.keys() - x.keys() if y[k] is not None} - {
-        "auto_map.", "transformers_version", "transformer_layer_config.rope_parameters.partial_rotary_factor", "transformer_layer_config.initializer_range", "transformer_layer_config.max_window_layers", "transformer_layer_config.use_cache"}
+        "auto_map.",
+        "transformers_version",
+        "transformer_layer_config.rope_parameters.partial_rotary_factor",
+        "transformer_layer_config.initializer_range",
+        "transformer_layer_config.max_window_layers",
+        "transformer_layer_config.use_cache",
+    }
     again = load_drafter(tmp_path / "theirs")
     assert replace(again.cfg, num_target_layers=8, target_name="nano") == d.cfg
     verify_export(ours, target, d, show=False)
@@ -226,11 +262,15 @@ def test_its_conversion_of_our_zlab_folder_equals_our_export(tmp_path):
 
 # ---- SGLang and vLLM: their own functions, taken out of the wheels and run on the CPU
 
+
 def functions(path, names, **needs):
     "Definitions cut out of a source file and executed alone, with stand-ins for what they import."
     tree, space = ast.parse(Path(path).read_text()), dict(needs)
-    picked = [n for n in tree.body if getattr(n, "name", None) in names
-              or isinstance(n, ast.Assign) and getattr(n.targets[0], "id", None) in names]
+    picked = [
+        n
+        for n in tree.body
+        if getattr(n, "name", None) in names or isinstance(n, ast.Assign) and getattr(n.targets[0], "id", None) in names
+    ]
     assert {getattr(n, "name", None) or n.targets[0].id for n in picked} == set(names)
     code = ast.Module([ast.parse("from __future__ import annotations").body[0], *picked], [])
     module = types.ModuleType(f"cut_{Path(path).stem}")
@@ -242,6 +282,7 @@ def functions(path, names, **needs):
 
 def hf_config(folder):
     from transformers import Qwen3Config
+
     return Qwen3Config(**json.loads((Path(folder) / "config.json").read_text()))
 
 
@@ -249,7 +290,12 @@ def hf_config(folder):
 def exported(tmp_path):
     target = tiny_target("qwen3")
     d = Drafter(target.drafter_config(TrainConfig(block_size=6, num_draft_layers=2)), seed=1)
-    return target, d, export_drafter(d, tmp_path / "z", target=target), export_drafter(d, tmp_path / "s", "speculators", target=target)
+    return (
+        target,
+        d,
+        export_drafter(d, tmp_path / "z", target=target),
+        export_drafter(d, tmp_path / "s", "speculators", target=target),
+    )
 
 
 def test_sglang_reads_the_config_and_loads_every_tensor(exported):
@@ -258,18 +304,56 @@ def test_sglang_reads_the_config_and_loads_every_tensor(exported):
     from collections.abc import Iterable, Sequence
     from dataclasses import dataclass
     from numbers import Integral
-    kit = dict(Any=typing.Any, List=list, Optional=typing.Optional, Tuple=tuple, Sequence=Sequence, Iterable=Iterable, Integral=Integral, dataclass=dataclass, torch=torch)
-    u = functions(src / "sglang/srt/speculative/dflash_utils.py",
-                  ["build_target_layer_ids", "get_dflash_layer_types", "get_dflash_attention_sliding_window_size", "_cfg_get", "_get_text_config", "_get_dflash_config",
-                   "is_nemotron_35_draft_config", "_parse_optional_int", "DFlashDraftConfig", "parse_dflash_draft_config", "DEFAULT_DFLASH_MASK_TOKEN"], **kit)
+
+    kit = dict(
+        Any=typing.Any,
+        List=list,
+        Optional=typing.Optional,
+        Tuple=tuple,
+        Sequence=Sequence,
+        Iterable=Iterable,
+        Integral=Integral,
+        dataclass=dataclass,
+        torch=torch,
+    )
+    u = functions(
+        src / "sglang/srt/speculative/dflash_utils.py",
+        [
+            "build_target_layer_ids",
+            "get_dflash_layer_types",
+            "get_dflash_attention_sliding_window_size",
+            "_cfg_get",
+            "_get_text_config",
+            "_get_dflash_config",
+            "is_nemotron_35_draft_config",
+            "_parse_optional_int",
+            "DFlashDraftConfig",
+            "parse_dflash_draft_config",
+            "DEFAULT_DFLASH_MASK_TOKEN",
+        ],
+        **kit,
+    )
     got = u.parse_dflash_draft_config(draft_hf_config=hf_config(folder))
     assert (got.block_size, got.mask_token_id, got.num_target_layers) == (6, d.cfg.mask_token_id, target.num_layers)
     assert tuple(got.resolve_target_layer_ids(target_num_layers=target.num_layers)) == d.cfg.target_layer_ids
-    assert not (got.conv_kernel_size or got.selector_rank or got.projector_type or got.attention_sink_bias) and got.output_multiplier == 1.0
+    assert (
+        not (got.conv_kernel_size or got.selector_rank or got.projector_type or got.attention_sink_bias)
+        and got.output_multiplier == 1.0
+    )
     kinds = types.SimpleNamespace(ENCODER_ONLY="both ways", DECODER="causal")
-    m = functions(src / "sglang/srt/models/dflash.py", ["_get_dflash_attention_type", "_get_dflash_layer_attention_params", "DFlashDraftModel"], **kit, nn=torch.nn,
-                  AttentionType=kinds, get_dflash_layer_types=u.get_dflash_layer_types, get_dflash_attention_sliding_window_size=u.get_dflash_attention_sliding_window_size,
-                  DraftParallelSpec=lambda **kw: None, DraftTPExecution=types.SimpleNamespace(SINGLE_GROUP=0), DFlashDecoderLayer=None, default_weight_loader=None)
+    m = functions(
+        src / "sglang/srt/models/dflash.py",
+        ["_get_dflash_attention_type", "_get_dflash_layer_attention_params", "DFlashDraftModel"],
+        **kit,
+        nn=torch.nn,
+        AttentionType=kinds,
+        get_dflash_layer_types=u.get_dflash_layer_types,
+        get_dflash_attention_sliding_window_size=u.get_dflash_attention_sliding_window_size,
+        DraftParallelSpec=lambda **kw: None,
+        DraftTPExecution=types.SimpleNamespace(SINGLE_GROUP=0),
+        DFlashDecoderLayer=None,
+        default_weight_loader=None,
+    )
     assert [m._get_dflash_layer_attention_params(hf_config(folder), i) for i in range(2)] == [(-1, "both ways")] * 2
     loaded = sglang_load(m, d, load_file(folder / "model.safetensors"))
     assert loaded == {(k, True) for k in d.state_dict()}
@@ -285,16 +369,32 @@ def sglang_load(module, d, tensors):
             self.shape = shape
 
         def weight_loader(self, param, t, *shard):
-            seen.add((have[t.data_ptr()], bool(shard) == any(x in have[t.data_ptr()] for x in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"))))
+            seen.add(
+                (
+                    have[t.data_ptr()],
+                    bool(shard) == any(x in have[t.data_ptr()] for x in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")),
+                )
+            )
 
     names = {k: t.shape for k, t in tensors.items()}
     for k in list(names):
-        for part, whole in (("q_proj", "qkv_proj"), ("k_proj", "qkv_proj"), ("v_proj", "qkv_proj"), ("gate_proj", "gate_up_proj"), ("up_proj", "gate_up_proj")):
+        for part, whole in (
+            ("q_proj", "qkv_proj"),
+            ("k_proj", "qkv_proj"),
+            ("v_proj", "qkv_proj"),
+            ("gate_proj", "gate_up_proj"),
+            ("up_proj", "gate_up_proj"),
+        ):
             if f".{part}." in k:
                 names[k.replace(part, whole)] = None
                 names.pop(k, None)
-    fake = types.SimpleNamespace(named_parameters=lambda: {k: Fused(s) for k, s in names.items()}.items(), projector_type=None, is_nemotron_35_draft=False,
-                                 config=types.SimpleNamespace(hidden_size=d.cfg.hidden_size), num_context_features=len(d.cfg.target_layer_ids))
+    fake = types.SimpleNamespace(
+        named_parameters=lambda: {k: Fused(s) for k, s in names.items()}.items(),
+        projector_type=None,
+        is_nemotron_35_draft=False,
+        config=types.SimpleNamespace(hidden_size=d.cfg.hidden_size),
+        num_context_features=len(d.cfg.target_layer_ids),
+    )
     module.DFlashDraftModel.load_weights(fake, tensors.items())
     return seen
 
@@ -303,17 +403,30 @@ def sglang_load(module, d, tensors):
 def test_vllm_reads_both_formats_as_non_causal_full_attention(exported):
     target, d, folder, spec = exported
     src = wheel_source("vllm==0.33.0")
-    m = functions(src / "vllm/model_executor/models/qwen3_dflash.py", ["_SLIDING_ATTENTION", "_dflash_layer_causal", "_resolve_layer_attention", "dflash_has_any_non_causal"],
-                  get_current_vllm_config=lambda: types.SimpleNamespace(use_v2_model_runner=False), Qwen3Config=object)
-    a = functions(src / "vllm/transformers_utils/configs/speculators/algos.py", ["SUPPORTED_SPECULATORS_TYPES", "register_speculator", "update_dflash"])
+    m = functions(
+        src / "vllm/model_executor/models/qwen3_dflash.py",
+        ["_SLIDING_ATTENTION", "_dflash_layer_causal", "_resolve_layer_attention", "dflash_has_any_non_causal"],
+        get_current_vllm_config=lambda: types.SimpleNamespace(use_v2_model_runner=False),
+        Qwen3Config=object,
+    )
+    a = functions(
+        src / "vllm/transformers_utils/configs/speculators/algos.py",
+        ["SUPPORTED_SPECULATORS_TYPES", "register_speculator", "update_dflash"],
+    )
     config = json.loads((spec / "config.json").read_text())
     plain = copy.deepcopy(config["transformer_layer_config"])
     a.SUPPORTED_SPECULATORS_TYPES["dflash"](config_dict=config, pre_trained_config=plain)
     from transformers import Qwen3Config
+
     for c in (hf_config(folder), Qwen3Config(**plain)):
         assert [m._resolve_layer_attention(c, i) for i in range(2)] == [(None, False)] * 2 and m.dflash_has_any_non_causal(c)
-        assert c.dflash_config["target_layer_ids"] == list(d.cfg.target_layer_ids) and c.rope_parameters["rope_theta"] == d.cfg.rope_parameters["rope_theta"]
-    assert plain["eagle_aux_hidden_state_layer_ids"] == [i + 1 for i in d.cfg.target_layer_ids] and plain["architectures"] == ["DFlashDraftModel"]
+        assert (
+            c.dflash_config["target_layer_ids"] == list(d.cfg.target_layer_ids)
+            and c.rope_parameters["rope_theta"] == d.cfg.rope_parameters["rope_theta"]
+        )
+    assert plain["eagle_aux_hidden_state_layer_ids"] == [i + 1 for i in d.cfg.target_layer_ids] and plain["architectures"] == [
+        "DFlashDraftModel"
+    ]
     # what the trained causality would become if the flag said false and nothing else did
     quiet = copy.deepcopy(config) | dict(sliding_window_non_causal=False)
     plain = {k: v for k, v in quiet["transformer_layer_config"].items() if k != "is_causal"}
@@ -330,4 +443,6 @@ def test_configs_of_the_clients_read_back_as_ours(exported):
 def test_half_trained_lengths_are_those_of_the_walk():
     c = case("nano")
     docs = Docs(answers(c.target, c.prompts[:4], c.new_tokens))
-    assert walk_tau(c.drafter, c.target, docs).lengths == [speculate(c.target, c.drafter, p, c.new_tokens).lengths for p in c.prompts[:4]]
+    assert walk_tau(c.drafter, c.target, docs).lengths == [
+        speculate(c.target, c.drafter, p, c.new_tokens).lengths for p in c.prompts[:4]
+    ]

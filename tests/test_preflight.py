@@ -1,4 +1,5 @@
 "The check before a run: passes where training and serving agree, names what differs, keeps only what passed."
+
 import time
 
 import numpy as np
@@ -27,7 +28,16 @@ def check(pair, cfg=CFG, **kw):
     return preflight(*pair, cfg, **dict(seconds=2.0, cache=None, show=False) | kw)
 
 
-@pytest.mark.parametrize("change", [dict(layout="shifted"), dict(loss="fkl"), dict(weighting="dpace"), dict(loss=dict(ce=.1, tv=.9), noise=0.05), dict(num_draft_layers=2)])
+@pytest.mark.parametrize(
+    "change",
+    [
+        dict(layout="shifted"),
+        dict(loss="fkl"),
+        dict(weighting="dpace"),
+        dict(loss=dict(ce=0.1, tv=0.9), noise=0.05),
+        dict(num_draft_layers=2),
+    ],
+)
 def test_every_kind_of_run_passes(pair, change):
     found = check(pair, CFG | change)
     assert found.ok and found.numbers["walk_tau"] == found.numbers["tau"] and found.numbers["steps"] >= 1
@@ -36,7 +46,11 @@ def test_every_kind_of_run_passes(pair, change):
 def test_the_budget_is_kept(pair):
     start = time.monotonic()
     found = check(pair, seconds=3.0)
-    assert time.monotonic() - start < 6 and 1 <= found.numbers["answers"] <= 8 and found.numbers["loss"] < found.numbers["first_loss"]
+    assert (
+        time.monotonic() - start < 6
+        and 1 <= found.numbers["answers"] <= 8
+        and found.numbers["loss"] < found.numbers["first_loss"]
+    )
     assert "sim_tau" in str(found) and "walk_tau" in str(found) and "preflight passed" in str(found)
 
 
@@ -45,6 +59,7 @@ def broken(monkeypatch, harm):
 
     def load(*args, **kw):
         return harm(real(*args, **kw))
+
     monkeypatch.setattr(pf, "load_drafter", load)
 
 
@@ -65,6 +80,7 @@ def test_a_served_drafter_that_differs_is_refused_or_warned_of(pair, monkeypatch
 
 def test_an_export_that_is_not_what_was_trained_is_named(pair, monkeypatch):
     import dflash_nb.export as export
+
     real = export.zlab_config
     monkeypatch.setattr(export, "zlab_config", lambda cfg, **kw: real(cfg, **kw) | dict(rms_norm_eps=0.5))
     with pytest.raises(PreflightError, match="logits block"):
@@ -105,4 +121,11 @@ def test_bad_input_is_named(pair):
 
 def test_the_overfit_keeps_what_is_to_be_checked(pair):
     small = overfit_config(CFG | dict(loss="tv", noise=0.1, row_len=64, token_budget=128, micro_rows=2), pair[1])
-    assert (small.loss, small.layout, small.block_size, small.noise.strength, small.row_len, small.token_budget) == ("tv", "anchor-first", 4, 0.0, 16, 16)
+    assert (small.loss, small.layout, small.block_size, small.noise.strength, small.row_len, small.token_budget) == (
+        "tv",
+        "anchor-first",
+        4,
+        0.0,
+        16,
+        16,
+    )
