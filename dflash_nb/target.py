@@ -597,6 +597,7 @@ def _explain(name, kind, where, error, offline, doing):
     if isinstance(error, ImportError): return f"target {name!r} needs a package that is not installed ({text}): install it with pip"
     if "trust_remote_code" in str(error): return f"target {name!r} needs code from its own repository: pass trust_remote_code=True if you trust it"
     if kind == "gguf": return f"cannot read GGUF file {str(where)!r} ({text}): it is damaged, cut short or of an unsupported kind; download it again"
+    if "does not recognize this architecture" in text: return f"target {name!r} is of a model type that the installed transformers does not know: upgrade transformers, or choose another target"
     if kind == "folder": return f"cannot read {doing} of target folder {str(where)!r} ({text}): write it again with save_pretrained"
     lost = "the hub cannot be reached and its cache has no copy" if offline else f"the hub gave no {doing} ({text})"
     return f"no target {name!r}: it is none of {', '.join(KNOWN)}, no folder and no .gguf file, and {lost}"
