@@ -34,6 +34,17 @@ WRITER = """
     """
 
 
+OPEN = []  # logs that `made` leaves open for a test
+
+
+@pytest.fixture(autouse=True)
+def no_log_stays_open():
+    "Close what a test left open, so that no heartbeat outlives it."
+    yield
+    while OPEN:
+        OPEN.pop().close()
+
+
 @pytest.fixture
 def writer(tmp_path):
     "A live run in another process."
@@ -56,6 +67,7 @@ def wait_for(f, seconds=5.0):
 def made(path, steps=(), config=None, end="finished", stages=(), evals=(), total=None, **extra):
     "A run written by this process; `steps` are dicts."
     log = EventLog(path, config=config, steps=total, **extra)
+    OPEN.append(log)
     for name, ok in stages:
         try:
             with log.stage(name):
