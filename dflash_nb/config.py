@@ -379,6 +379,7 @@ class DrafterConfig:
     def __post_init__(self):
         put = lambda n, v: object.__setattr__(self, n, v)
         put("target_layer_ids", tuple(self.target_layer_ids))
+        put("rope_parameters", {k: v for k, v in self.rope_parameters.items() if (k, v) != ("partial_rotary_factor", 1.0)})
         if self.target_hidden_size is None: put("target_hidden_size", self.hidden_size)
         _check(self.num_attention_heads % self.num_key_value_heads == 0, "num_key_value_heads", self.num_key_value_heads, f"must divide the {self.num_attention_heads} attention heads")
         _check(self.block_size >= 2, "block_size", self.block_size, "give 2 or more")
