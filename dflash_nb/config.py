@@ -139,6 +139,7 @@ class RunKnobs:
     feature_cache: float|str = knob("auto", "GiB of target features kept between epochs; auto: 1 on CPU, 0 on a GPU", keyed=False)
     eval_every: int|str = knob("auto", "steps between evaluations; auto: a tenth of the run", keyed=False)
     checkpoint_every: int|str = knob("auto", "steps between checkpoints; auto: a fifth of the run", keyed=False)
+    runner: str = knob("auto", "how a step runs; eager: op by op; compiled: fused kernels; graph: captured CUDA graphs; auto: the fastest that works here", ("auto", "eager", "compiled", "graph"), keyed=False)
 
 # %% ../nbs/00_config.ipynb #00-config-020
 @dataclass(frozen=True)
