@@ -1,11 +1,13 @@
 "Noise: a copy, a stream of its own, and nothing at strength 0."
+import json
+import math
 import threading
 
 import pytest
 import torch
 
-from dflash_nb.config import ConfigError, NoiseConfig
-from dflash_nb.noise import add_noise, schedules, step_generator, step_seed, strength_at
+from dflash_nb.config import NOISE_PARTS, ConfigError, NoiseConfig, TrainConfig, load_config, save_config
+from dflash_nb.noise import NoiseError, NoiseProbe, add_noise, add_schedule, schedules, step_generator, step_seed, strength_at
 
 MILD = NoiseConfig(0.1)
 
@@ -97,12 +99,106 @@ def test_constant_schedule_and_its_ends():
     assert strength_at(MILD, 0, 0) == 0.1
 
 
-def test_a_schedule_is_one_more_entry(monkeypatch):
-    monkeypatch.setitem(schedules, "constant", lambda share: share)
-    assert [strength_at(MILD, s, 10) for s in (0, 5, 20)] == pytest.approx([0, 0.05, 0.1])
-    monkeypatch.delitem(schedules, "constant")
-    with pytest.raises(ConfigError, match="constant"):
-        strength_at(MILD, 0, 10)
+def at(schedule, shares, strength=1.0):
+    noise = NoiseConfig(strength, schedule=schedule)
+    return [strength_at(noise, round(s * 1000), 1000) for s in shares]
+
+
+@pytest.mark.parametrize("schedule, want", [
+    ("linear_warmup:0.5", [0, 0.5, 1, 1, 1]), ("linear_warmup:0.25:0.75", [0, 0, 0.5, 1, 1]), ("linear_decay:0.5", [1, 1, 1, 0.5, 0]),
+    ("cosine_warmup", [0, (1 - 2**-0.5) / 2, 0.5, (1 + 2**-0.5) / 2, 1]), ("cosine_decay:0:1", [1, (1 + 2**-0.5) / 2, 0.5, (1 - 2**-0.5) / 2, 0]),
+    ("step:0.5:0.1", [1, 1, 0.1, 0.1, 0.1]), ("step", [1, 1, 0, 0, 0]), ("constant:0.3", [0.3] * 5),
+    ("linear_warmup:0.25 * step:0.75:0.5", [0, 1, 1, 0.5, 0.5]), (((0.5, "linear_warmup"), (1, "linear_decay * constant:0.5")), [0, 0.5, 0.5, 0.25, 0]),
+    (((0, 0), (0.5, 1), (1, 0.5)), [0, 0.5, 1, 0.75, 0.5]), (((0.25, 1), (0.25, 0.2), (0.5, 0.6)), [1, 0.2, 0.6, 0.6, 0.6]), (((0.5, 0.7),), [0.7] * 5),
+], ids=str)
+def test_schedules_against_values_by_hand(schedule, want):
+    assert at(schedule, [0, 0.25, 0.5, 0.75, 1]) == pytest.approx(want, abs=1e-12)
+    assert at(schedule, [0, 0.25, 0.5, 0.75, 1], 0.3) == pytest.approx([0.3 * w for w in want], abs=1e-12)
+
+
+@pytest.mark.parametrize("schedule", ["linear_warmup:0.1 * cosine_decay:0.5:0.9", [[0.3, "linear_warmup"], [1, "step"]], [[0, 0], [1, 1]]], ids=str)
+def test_a_schedule_is_plain_values(schedule, tmp_path):
+    cfg = TrainConfig(noise=dict(strength=0.1, schedule=schedule))
+    hash(cfg.noise)
+    assert TrainConfig.from_dict(json.loads(json.dumps(cfg.to_dict()))) == cfg
+    assert load_config(save_config(cfg, tmp_path / "c.yaml")) == cfg
+    assert cfg.hash() != TrainConfig(noise=0.1).hash()
+
+
+@pytest.mark.parametrize("schedule, why", [
+    ("warmup", "'warmup'"), ("", "''"), ("linear_warmup:x", "numbers"), ("linear_warmup:2", r"\[0, 1\]"), ("linear_warmup:0:1:1", "at most 2"), ("step:nan", r"\[0, 1\]"),
+    ("linear_decay:0.8:0.2", "ends before"), (((0, 2), (1, 1)), "in \\[0, 1\\]"), (((0.5, 1), (0.2, 1)), "increasing"), (((0.5, "step"),), "last one at 1"),
+    (((0.5, "step"), (1, 0.5)), "only"), ((), "points"), (((0, 1, 2),), "points"), (5, "points"), (((1, "stp"),), "stp"), ((("a", 1),), "points"),
+], ids=str)
+def test_bad_schedules_are_refused_at_construction(schedule, why):
+    with pytest.raises(ConfigError, match=why):
+        NoiseConfig(0.1, schedule=schedule)
+    with pytest.raises(ConfigError):
+        NoiseConfig(schedule=schedule)
+
+
+def test_a_part_of_ones_own(monkeypatch):
+    monkeypatch.setattr("dflash_nb.noise.schedules", dict(schedules))
+    monkeypatch.setattr("dflash_nb.noise.NOISE_PARTS", NOISE_PARTS)
+    try:
+        add_schedule("saw", lambda share, teeth: share * 10 * teeth % 1, 0.4)
+        assert at("saw", [0, 0.125, 0.25]) == pytest.approx([0, 0.5, 0]) and at("saw:0.2", [0.25]) == pytest.approx([0.5])
+        with pytest.raises(ConfigError, match="exists"):
+            add_schedule("saw", None)
+    finally:
+        NOISE_PARTS.pop("saw")
+
+
+def step_of(probe, strength, where=None, kind="uniform", step=0, dtype=torch.float32, size=1.0, micros=2):
+    for micro in range(micros):
+        x = (torch.randn(2, 60, 50, 4, generator=step_generator(9, step, micro)) * size).to(dtype)
+        only = None if where is None else where.expand(2, 60, 50, 1)
+        probe.measure(x, add_noise(x, NoiseConfig(0.1, kind=kind), strength, step_generator(0, step, micro), only), only)
+    return probe.take(step)
+
+
+@pytest.mark.parametrize("kind", ["uniform", "gaussian"])
+def test_probe_measures_what_was_applied(kind):
+    noise = NoiseConfig(0.1, kind=kind, schedule="linear_warmup:0.5")
+    probe = NoiseProbe(noise, steps=20)
+    for s in range(20):
+        want = strength_at(noise, s, 20)
+        assert step_of(probe, want, kind=kind, step=s) == pytest.approx(want, rel=0.03)
+    only = torch.tensor([True, False]).repeat(25)[:, None]
+    assert step_of(probe, 0.1, only, kind, step=15) == pytest.approx(0.1, rel=0.03)
+    assert step_of(probe, 0.1, kind=kind, step=15, dtype=torch.bfloat16) == pytest.approx(0.1, rel=0.03)
+    step_of(probe, 0.1, kind=kind, step=15, dtype=torch.bfloat16, size=50)
+
+
+@pytest.mark.parametrize("applied", [0.0, 0.08, 0.1 / 3**0.5, 0.2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_probe_refuses_another_strength(applied, dtype):
+    with pytest.raises(NoiseError, match="step 4: noise of strength .* says 0.1"):
+        step_of(NoiseProbe(NoiseConfig(0.1), 5), applied, step=3, dtype=dtype)
+
+
+def test_probe_refuses_dropped_noise_the_wrong_slots_and_noise_at_zero():
+    probe, x = NoiseProbe(NoiseConfig(0.1, schedule="step:0.5"), 10), torch.randn(2, 60, 50, 4)
+    probe.measure(x, x)
+    with pytest.raises(NoiseError, match="0 was applied"):
+        probe.take(0)
+    probe.measure(x, add_noise(x, NoiseConfig(0.1), 0.1, step_generator(0, 0), torch.tensor([True, False] * 25)[:, None]))
+    with pytest.raises(NoiseError):
+        probe.take(0)
+    probe.measure(x, add_noise(x, NoiseConfig(0.1), 0.1, step_generator(0, 0)))
+    with pytest.raises(NoiseError, match="says 0"):
+        probe.take(5)
+    probe.measure(x, x)
+    assert probe.take(5) == 0
+    assert math.isnan(probe.take(5))
+
+
+def test_probe_works_inside_a_thread_and_under_inference():
+    probe, got = NoiseProbe(NoiseConfig(0.1), 5), []
+    t = threading.Thread(target=lambda: got.append(step_of(probe, 0.1)))
+    t.start()
+    t.join()
+    assert got[0] == pytest.approx(0.1, rel=0.03)
 
 
 def test_bad_input():
