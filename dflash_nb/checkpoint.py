@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from .config import ConfigError, DflashError, DrafterConfig
 from .drafter import Drafter
+from .events import sync_path as _sync, write_text
 from .formats import read_drafter_config, read_tensors, split_own
 
 # %% ../nbs/13_checkpoint.ipynb #13-checkpoint-005
@@ -22,26 +23,6 @@ class CheckpointError(DflashError, ValueError):
 
 class SaveError(DflashError, OSError):
     "A state that could not be written (a full disk?); the earlier ones are intact."
-
-# %% ../nbs/13_checkpoint.ipynb #13-checkpoint-008
-def _sync(
-    path: Path,  # file or folder
-):
-    "Flush one file or one folder's entries to the disk."
-    fd = os.open(path, os.O_RDONLY)
-    try: os.fsync(fd)
-    finally: os.close(fd)
-
-def _publish(
-    path: Path,  # file to replace
-    text: str,   # its whole new content
-):
-    "Replace a small file in one rename: readers see the old content or the new one."
-    part = path.with_name(f".tmp-{path.name}-{os.getpid()}")
-    part.write_text(text)
-    _sync(part)
-    os.replace(part, path)
-    _sync(path.parent)
 
 # %% ../nbs/13_checkpoint.ipynb #13-checkpoint-012
 def _json(
@@ -234,14 +215,14 @@ def _pointer(
     except (OSError, IndexError): return None
     return int(found[1]) if found else None
 
-# %% ../nbs/13_checkpoint.ipynb #13-checkpoint-030
+# %% ../nbs/13_checkpoint.ipynb #13-checkpoint-008
 def mark_best(
     root: str | Path,  # folder of step-N folders
     step: int,         # a complete state
     tau: float,        # its acceptance length
 ):
     "Point `best` at a state; rotation spares it."
-    _publish(Path(root)/"best", f"step-{step:08d} tau={tau:.6g}\n")
+    write_text(Path(root)/"best", f"step-{step:08d} tau={tau:.6g}\n")
 
 def best_step(
     root: str | Path,  # folder of step-N folders
@@ -249,7 +230,7 @@ def best_step(
     "Step that `best` points to; None when no step was scored."
     return _pointer(Path(root), "best")
 
-# %% ../nbs/13_checkpoint.ipynb #13-checkpoint-031
+# %% ../nbs/13_checkpoint.ipynb #13-checkpoint-009
 def save_state(
     root: str | Path,                  # folder of step-N folders
     step: int,                         # optimizer steps done
@@ -269,7 +250,7 @@ def save_state(
     if final.exists(): os.replace(final, root/f".tmp-{final.name}-gone")
     os.replace(part, final)
     _sync(root)
-    _publish(root/"latest", final.name + "\n")
+    write_text(root/"latest", final.name + "\n")
     if best is not None: mark_best(root, step, best)
     shutil.rmtree(root/f".tmp-{final.name}-gone", ignore_errors=True)
     _rotate(root, keep)

@@ -12,8 +12,9 @@ from .config import ConfigError, DflashError
 
 # %% auto #0
 __all__ = ['SCHEMA_VERSION', 'KINDS', 'SCHEMA', 'ASKS', 'Events', 'tail_events', 'read_events', 'latest', 'new_state', 'fold',
-           'process_identity', 'process_alive', 'code_version', 'environment', 'RunDirError', 'EventsLost',
-           'new_run_dir', 'write_json', 'usual_times', 'read_beat', 'read_state', 'ask', 'exception_fields', 'EventLog']
+           'process_identity', 'process_alive', 'software_versions', 'code_version', 'environment', 'RunDirError',
+           'EventsLost', 'holds_run', 'new_run_dir', 'sync_path', 'write_text', 'write_json', 'usual_times',
+           'read_beat', 'read_state', 'ask', 'exception_fields', 'EventLog']
 
 # %% ../nbs/01_events.ipynb #01-events-008
 SCHEMA_VERSION = 1
@@ -250,6 +251,11 @@ def _version(name):
     try: return metadata.version(name)
     except Exception: return None
 
+def software_versions() -> dict:
+    "Versions of what decides numbers and files: Python, torch, transformers, safetensors, this package."
+    names = ("torch", "transformers", "safetensors", "dflash_nb")
+    return dict(python=platform.python_version(), **{n: _version(n) or "unknown" for n in names})
+
 def _git(folder, *args):
     try: r = subprocess.run(["git", "-C", str(folder), *args], capture_output=True, text=True, timeout=2, stdin=subprocess.DEVNULL)
     except (OSError, subprocess.SubprocessError): return None
@@ -286,23 +292,44 @@ def _user():
 class RunDirError(ConfigError): "A run directory cannot be used as asked."
 class EventsLost(DflashError, OSError): "Events could not be written (a full disk?)."
 
+def holds_run(path) -> bool:
+    "Has a run begun in this folder?"
+    return any((Path(path)/name).exists() for name in ("events.jsonl", "checkpoints"))
+
 def new_run_dir(path) -> Path:  # created if absent
     "A directory for a new run; one that holds a run already is refused with the ways out."
     path = Path(path)
     if path.exists() and not path.is_dir(): raise RunDirError(f"run_dir {str(path)!r} is a file; give a directory")
-    if (path/"events.jsonl").exists() or (path/"checkpoints").exists():
+    if holds_run(path):
         raise RunDirError(f"run_dir {str(path)!r} already holds a run: continue it with Trainer.from_run({str(path)!r}) (command: --resume {shlex.quote(str(path))}), "
                           f"give another run_dir, or delete the folder")
     try: path.mkdir(parents=True, exist_ok=True)
     except OSError as e: raise RunDirError(f"run_dir {str(path)!r} cannot be made ({e.strerror}); give another directory") from None
     return path
 
+# %% ../nbs/01_events.ipynb #01-events-075
+def sync_path(path):  # file or folder
+    "Flush a file, or a folder's entries, to the disk."
+    if os.name != "posix" and os.path.isdir(path): return  # Windows opens no folders
+    fd = os.open(path, os.O_RDONLY)
+    try: os.fsync(fd)
+    finally: os.close(fd)
+
+def write_text(
+    path,       # file to make or replace
+    text: str,  # its whole new content
+):
+    "Replace a small file in one rename: a reader sees the old content or the new one; a failure leaves the old."
+    path = Path(path); part = path.with_name(f".tmp-{path.name}-{os.getpid()}-{threading.get_ident()}")
+    try:
+        with open(part, "w", encoding="utf-8") as f: f.write(text); f.flush(); os.fsync(f.fileno())
+        os.replace(part, path)
+    except OSError: part.unlink(missing_ok=True); raise
+    sync_path(path.parent)
+
 def write_json(path, value):
-    "Write a JSON file atomically: a reader sees the old one or the new one."
-    path = Path(path); tmp = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with open(tmp, "w", encoding="utf-8") as f:
-        f.write(json.dumps(_strict(value), indent=1)); f.flush(); os.fsync(f.fileno())
-    os.replace(tmp, path)
+    "`write_text` of a value as strict JSON."
+    write_text(path, json.dumps(_strict(value), indent=1))
 
 # %% ../nbs/01_events.ipynb #01-events-049
 def usual_times(

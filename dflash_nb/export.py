@@ -5,10 +5,10 @@
 # %% auto #0
 __all__ = ['PROBE_LENGTH', 'PROBE_ANCHORS', 'PROBE_STEPS', 'ExportError', 'Check', 'Checks', 'checks_text', 'target_hash',
            'probe_ids', 'live_logits', 'probe_features', 'probe_record', 'export_config', 'export_drafter', 'as_stored',
-           'file_hash', 'versions', 'training_facts', 'model_card', 'body_names', 'vllm_view', 'vllm_rules',
-           'sglang_rules', 'zlab_rules', 'speculators_rules', 'shape_facts', 'check_keys', 'tensor_shapes',
-           'check_tensors', 'check_target', 'check_logits', 'default_prompts', 'check_tau', 'verify_export',
-           'push_drafter', 'export_parser', 'run_export', 'main_export']
+           'file_hash', 'training_facts', 'model_card', 'body_names', 'vllm_view', 'vllm_rules', 'sglang_rules',
+           'zlab_rules', 'speculators_rules', 'shape_facts', 'check_keys', 'tensor_shapes', 'check_tensors',
+           'check_identity', 'check_logits', 'default_prompts', 'check_tau', 'verify_export', 'push_drafter',
+           'export_parser', 'run_export', 'main_export']
 
 # %% ../nbs/19_export.ipynb #19-export-001
 import argparse
@@ -20,7 +20,6 @@ import os
 import shutil
 import sys
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
@@ -31,6 +30,7 @@ from .blocks import first_slot
 from .checkpoint import CheckpointError, drafter_folder, load_drafter, load_state
 from .config import ConfigError, DataError, DflashError, DrafterConfig, TrainConfig
 from .decode import speculate
+from .events import software_versions
 from .evaluate import DEFINITIONS, evaluate, load_report, pooled_tau, prompt_ids
 from .formats import OWN, config_format, leaves, read_drafter_config, speculators_config, zlab_config
 from .reader import Reader, layer_rules, reader_decode, reader_logits
@@ -205,7 +205,7 @@ def _write_export(d, part, format, target, report, training, dtype, verifier):
     stored = {k: v.detach().to("cpu", dtype).contiguous() for k, v in (d.state_dict() | getattr(d, "own", {})).items()}
     save_file(stored, part / "model.safetensors", metadata={"format": "pt"})
     (part / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    record = dict(format=format, config=config, weights_sha256=file_hash(part / "model.safetensors"), versions=versions(),
+    record = dict(format=format, config=config, weights_sha256=file_hash(part / "model.safetensors"), versions=software_versions(),
                   target=dict(name=target.name, sha256=target_hash(target), num_layers=target.num_layers, hidden_size=target.hidden_size, vocab_size=target.vocab_size),
                   probe=probe_record(as_stored(d, dtype, target), target), training=training_facts(training), evaluation=None if report is None else _numbers(report))
     (part / "dflash_export.json").write_text(json.dumps(record, indent=1) + "\n")
@@ -229,14 +229,6 @@ def file_hash(
     with open(path, "rb") as f:
         for chunk in iter(lambda: f.read(1 << 24), b""): h.update(chunk)
     return h.hexdigest()
-
-def versions()->dict:
-    "Versions of what wrote the export."
-    out = {}
-    for name in ("dflash_nb", "torch", "transformers", "safetensors"):
-        try: out[name] = version(name)
-        except PackageNotFoundError: out[name] = "source"
-    return out
 
 # %% ../nbs/19_export.ipynb #19-export-027
 def training_facts(
@@ -479,7 +471,7 @@ def check_tensors(
         same = file_hash(Path(path) / "model.safetensors") == record.get("weights_sha256")
         checks.add("tensors", "the file recorded at export", same, "same sha256" if same else "another file", record.get("weights_sha256"))
 
-def check_target(
+def check_identity(
     checks:Checks, # rows are added
     c:dict, # config.json
     target, # `Target`
@@ -598,7 +590,7 @@ def _run_checks(checks, path, config, record, drafter, target, prompts, max_new_
     verifier = leaves((record or {}).get("config") or {}).get("speculators_config.verifier.name_or_path")
     expected = None if drafter is None else section("keys", export_config, drafter, target, config_format(config), stored, verifier)
     section("keys", check_keys, checks, config, shapes, record, expected, target)
-    section("target", check_target, checks, config, target)
+    section("target", check_identity, checks, config, target)
     rules = [vllm_rules, sglang_rules, zlab_rules] if config_format(config) == "z-lab" else [vllm_rules, speculators_rules]
     for rule in rules: section(rule.__name__.split("_")[0], rule, checks, config, shapes, target)
     reader = None if max_new_tokens is None else section("logits", Reader, path)

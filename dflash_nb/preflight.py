@@ -24,7 +24,8 @@ from .config import ConfigError, DataError, DflashError, TrainConfig
 from .data import Dataset, validation_blocks
 from .decode import generate, speculate
 from .evaluate import pooled_tau, sim_tau, walk_tau
-from .export import export_drafter, verify_export, versions
+from .export import export_drafter, verify_export
+from .events import software_versions
 from .trainer import Callback, ProgressCB, Trainer
 
 # %% ../nbs/19a_preflight.ipynb #19a-preflight-007
@@ -169,7 +170,7 @@ def preflight_key(
     cfg:TrainConfig, # of the run
 )->str: # 16 hex digits
     "What a check is valid for: the drafter and how it is trained, the target's shape and type, versions."
-    what = [cfg.hash(), target.name, str(target.dtype), target.device.type, target.num_layers, target.hidden_size, target.vocab_size, versions()]
+    what = [cfg.hash(), target.name, str(target.dtype), target.device.type, target.num_layers, target.hidden_size, target.vocab_size, software_versions()]
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
 
 def preflight(

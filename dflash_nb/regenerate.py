@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['SlotCache', 'slot_attention', 'Sampling', 'Job', 'Work', 'Slots', 'serve', 'Server', 'regenerate', 'plain_generate',
-           'divergences', 'top_gaps', 'in_dtype', 'bench', 'recorded', 'main']
+           'divergences', 'top_gaps', 'in_dtype', 'bench', 'recorded', 'main_regenerate']
 
 # %% ../nbs/11_regenerate.ipynb #11-regenerate-001
 import argparse
@@ -870,7 +870,7 @@ def recorded(name="results/regenerate.json"):
     except DataError: return None
 
 # %% ../nbs/11_regenerate.ipynb #11-regenerate-070
-def main(argv=None):
+def main_regenerate(argv=None):
     "python -m dflash_nb.regenerate: measure against plain generate."
     argv = sys.argv[1:] if argv is None else argv
     p = argparse.ArgumentParser(prog="python -m dflash_nb.regenerate")
@@ -887,4 +887,4 @@ def main(argv=None):
     args.argv, args.shares = argv, args.shares or [1] * len(args.data)
     bench(args)
 
-if __name__ == "__main__" and "__file__" in globals(): sys.exit(main())
+if __name__ == "__main__" and "__file__" in globals(): sys.exit(main_regenerate())

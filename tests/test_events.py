@@ -20,6 +20,7 @@ from dflash_nb.events import (
     EventsLost,
     RunDirError,
     ask,
+    holds_run,
     latest,
     new_run_dir,
     process_alive,
@@ -29,6 +30,8 @@ from dflash_nb.events import (
     read_state,
     tail_events,
     usual_times,
+    write_json,
+    write_text,
 )
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -273,7 +276,24 @@ def test_a_busy_or_used_directory_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="is a file"):
         new_run_dir(tmp_path / "file")
     assert new_run_dir(tmp_path / "x/y").is_dir() and new_run_dir(tmp_path / "x/y").is_dir()
+    assert [holds_run(tmp_path / p) for p in ("a", "x/y", "file", "none")] == [True, False, False, False]
+    (tmp_path / "x/y/checkpoints").mkdir()
+    assert holds_run(tmp_path / "x/y")
     EventLog(tmp_path / "a").close()
+
+
+def test_a_small_file_is_replaced_whole_and_its_folder_synced(tmp_path, monkeypatch):
+    synced, real = [], os.fsync
+    monkeypatch.setattr(os, "fsync", lambda fd: (synced.append(os.readlink(f"/proc/self/fd/{fd}")), real(fd)))
+    write_json(tmp_path / "a.json", dict(x=float("inf")))
+    assert [Path(p).name.startswith(".tmp-a.json") for p in synced] == [True, False] and synced[1] == str(tmp_path.resolve())
+
+    def full(fd):
+        raise OSError(28, "No space left on device")
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        write_text(tmp_path / "a.json", "new")
+    assert [p.name for p in tmp_path.iterdir()] == ["a.json"] and "Infinity" in (tmp_path / "a.json").read_text()
 
 
 def test_a_killed_writer_does_not_block_its_successor(tmp_path):

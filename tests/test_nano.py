@@ -15,7 +15,7 @@ import torch
 
 from dflash_nb import nano
 from dflash_nb.config import ConfigError
-from dflash_nb.nano import KINDS, is_loop, nano_answers, nano_chats, nano_correct, nano_score, nano_tokenizer
+from dflash_nb.nano import CHAT_KINDS, is_loop, nano_answers, nano_chats, nano_correct, nano_score, nano_tokenizer
 from dflash_nb.target import asset
 
 torch.set_num_threads(1)
@@ -60,8 +60,8 @@ class Small:
 
 def test_same_seed_same_chats_and_splits_differ():
     assert nano_chats(20, 3) == nano_chats(20, 3) != nano_chats(20, 4)
-    assert len(KINDS) >= 8
-    assert {c["kind"] for c in nano_chats(600, 3)} == {*KINDS, "mixed"}
+    assert len(CHAT_KINDS) >= 8
+    assert {c["kind"] for c in nano_chats(600, 3)} == {*CHAT_KINDS, "mixed"}
 
 
 def test_no_heldout_problem_in_training():
@@ -71,7 +71,7 @@ def test_no_heldout_problem_in_training():
     assert len(held) > 300 and not train & held
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", CHAT_KINDS)
 def test_reference_answers_are_right_and_checked(kind):
     for c in nano_chats(60, 5, kinds=[kind]):
         said = [m["content"] for m in c["messages"] if m["role"] == "assistant"]
@@ -131,7 +131,7 @@ def test_bad_arguments_are_named():
     with pytest.raises(ConfigError, match="no model folder"):
         nano_answers("no/such/folder", [])
     if not torch.cuda.is_available():
-        assert nano.main(["--out", "unused", "--device", "cuda"]) == 2
+        assert nano.main_nano(["--out", "unused", "--device", "cuda"]) == 2
 
 
 def test_tokenizer_contract(tok, chats):
@@ -284,11 +284,11 @@ def test_shipped_rows_parse_and_come_from_their_split(shipped):
         assert len(rows) == record["files"][name] == len({users(r)[0] for r in rows})
         for r in rows:
             assert [m["role"] for m in r["messages"] if m["role"] != "system"] == ["user", "assistant"] * len(users(r))
-            assert r["kind"] in (*KINDS, "mixed") and all(m["content"].strip() and not is_loop(m["content"]) for m in r["messages"])
+            assert r["kind"] in (*CHAT_KINDS, "mixed") and all(m["content"].strip() and not is_loop(m["content"]) for m in r["messages"])
         drawn = {(c["kind"], *users(c)) for c in nano._fresh(n, "shipped", split)}
         assert {(r["kind"], *users(r)) for r in rows} <= drawn
     assert len(shipped["prompts"]) >= 500 and len(shipped["heldout"]) >= 100
-    assert {r["kind"] for r in shipped["heldout"]} == {*KINDS, "mixed"} == {r["kind"] for r in shipped["prompts"]}
+    assert {r["kind"] for r in shipped["heldout"]} == {*CHAT_KINDS, "mixed"} == {r["kind"] for r in shipped["prompts"]}
 
 
 def test_heldout_rows_meet_neither_prompts_nor_training_text(shipped):
@@ -302,7 +302,7 @@ def test_readme_counts_what_is_there(shipped):
     text = asset("README.md").read_text() if (asset("nano").parent / "README.md").exists() else pytest.skip("not a checkout")
     counts = {name: collections.Counter(r["kind"] for r in rows) for name, rows in shipped.items()}
     correct = json.loads(asset("results/nano_train.json").read_text())["heldout"]["correct"]
-    for kind in (*KINDS, "mixed"):
+    for kind in (*CHAT_KINDS, "mixed"):
         assert f"| {kind} | {counts['prompts'][kind]} | {counts['heldout'][kind]} | {correct[kind]:.1%} |" in text
     for path in (*asset("nano").iterdir(), *asset("nano").parent.glob("*.jsonl"), asset("results/nano_train.json")):
         assert path.name in text, f"data/README.md does not mention {path.name}"
@@ -317,7 +317,7 @@ def test_shipped_weights_are_small(loaded):
 def test_shipped_model_answers_heldout_prompts(shipped, loaded):
     "Two prompts of each kind, in one batch"
     single = [r for r in shipped["heldout"] if len(users(r)) == 1]
-    sample = [r for k in KINDS for r in [r for r in single if r["kind"] == k][:2]]
+    sample = [r for k in CHAT_KINDS for r in [r for r in single if r["kind"] == k][:2]]
     score = nano_score(nano_answers(loaded, [blank(r) for r in sample], max_new_tokens=160))
     assert len(sample) >= 24 and score["turns"] == len(sample)
     assert score["correct"]["all"] >= .8 and score["loops"] == score["unfinished"] == 0, score["wrong"]

@@ -93,7 +93,7 @@ def test_passed_checks_are_kept_by_config_target_and_version(pair, tmp_path, mon
     assert check(pair, cache=tmp_path).cached
     target, _ = pair
     keys = {preflight_key(target, CFG), preflight_key(target, CFG | dict(block_size=6)), preflight_key(tiny_target("llama"), CFG)}
-    monkeypatch.setattr(pf, "versions", lambda: dict(dflash_nb="9"))
+    monkeypatch.setattr(pf, "software_versions", lambda: dict(dflash_nb="9"))
     assert len(keys | {preflight_key(target, CFG)}) == 4
     (tmp_path / f"{preflight_key(target, CFG)}.json").write_text("{torn")
     with pytest.raises(pytest.fail.Exception):

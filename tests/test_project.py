@@ -1,5 +1,6 @@
 "The repository's own rules: modules follow from notebooks, notebooks are clean, imports go downward, pins agree."
 import ast
+import importlib
 import re
 import shutil
 import subprocess
@@ -128,6 +129,14 @@ def test_public_names_import_without_notebook_packages():
     out = subprocess.run([sys.executable, "-c", block], cwd=ROOT, capture_output=True, text=True)
     assert out.returncode == 0, out.stderr[-800:]
     assert out.stdout.split()[1:] == ["True"] * 3
+
+
+def test_no_public_name_is_exported_by_two_modules():
+    owners = {}
+    for name in [p.stem for p in MODULES if p.stem not in ("__init__", "_modidx", "all")]:
+        for public in getattr(importlib.import_module(f"dflash_nb.{name}"), "__all__", ()):
+            owners.setdefault(public, []).append(name)
+    assert not {k: v for k, v in owners.items() if len(v) > 1}
 
 
 def test_no_code_draws_from_a_global_generator():

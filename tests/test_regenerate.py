@@ -414,7 +414,7 @@ def test_benchmark_runs_on_a_cpu(tmp_path, target, monkeypatch):
     monkeypatch.setattr(rg, "load_target", lambda name, device, dtype: target)
     data = tmp_path / "x.jsonl"
     data.write_text("".join(json.dumps(chat(f"q{k}", "a")) + "\n" for k in range(8)))
-    rg.main(
+    rg.main_regenerate(
         [
             "--bench",
             "--data",
