@@ -4,14 +4,15 @@
 
 # %% ../nbs/02_status.ipynb #02-status-001
 from __future__ import annotations
-import argparse, json, math, os, shutil, statistics, subprocess, sys, time
+import argparse, json, math, os, shlex, shutil, statistics, subprocess, sys, time
 from pathlib import Path
 from .config import DflashError
-from .events import RunDirError, latest, process_alive, read_events, read_state, _decode, _encode, _proc_stat, _strict
+from .events import ASKS, RunDirError, ask, latest, process_alive, read_events, read_state, tail_events, _decode, _encode, _proc_stat, _strict
 
 # %% auto #0
-__all__ = ['STATES', 'RULES', 'Status', 'status', 'format_status', 'main_status', 'what_changed', 'Table', 'runs', 'Comparison',
-           'compare', 'Findings', 'diagnose']
+__all__ = ['STATES', 'RULES', 'Status', 'status_of', 'status', 'format_status', 'status_line', 'event_text', 'event_level',
+           'event_line', 'main_status', 'what_changed', 'Table', 'runs', 'Comparison', 'compare', 'Findings',
+           'diagnose']
 
 # %% ../nbs/02_status.ipynb #02-status-007
 STATES = ("starting", "running", "paused", "finished", "failed", "stopped", "killed", "unknown-host")
@@ -160,16 +161,14 @@ def _checkpoint(state, now) -> dict|None:
     return dict(step=state["run"]["step"], path=None, age=None) if state["run"].get("step") else None  # the one it continued from
 
 # %% ../nbs/02_status.ipynb #02-status-023
-def status(
+def status_of(
+    state: dict,       # folded events
+    beat: dict|None,   # last heartbeat
     run_dir,
-    now: float|None = None,  # seconds since 1970; None: the clock
-    probe: bool = True,      # ask nvidia-smi and measure the compile cache (bounded: .65 s together)?
+    now: float,        # seconds since 1970
+    probe: bool = False,  # ask nvidia-smi and measure the compile cache?
 ) -> Status:
-    "What a run does now, from its folder alone; RunDirError if there is no run."
-    run_dir, now = Path(run_dir), time.time() if now is None else now
-    if not (run_dir/"events.jsonl").exists(): raise RunDirError(f"{str(run_dir)!r} holds no run (no events.jsonl): give the run_dir of a trainer")
-    state, beat, _ = read_state(run_dir)
-    if not state["run"]: raise RunDirError(f"{str(run_dir)!r} holds no complete event: the run was killed at its first line, or the file is no event log")
+    "The answer for a state that the caller keeps up to date himself (a face that looks four times a second)."
     times = [t for t in ((beat or {}).get("t"), state["t"]) if t is not None]
     age, env = max(now - max(times), 0.), state["run"].get("environment") or {}
     alive = None if state["outcome"] else _life(state, age)
@@ -177,12 +176,25 @@ def status(
     live, here = word in ("starting", "running", "paused"), alive is True
     cache = state["gauges"].get("compile_cache_bytes")
     if cache is None and probe and here and env.get("compile_cache"): cache = _folder_bytes(env["compile_cache"])
-    return Status(run=state["run"].get("run") or run_dir.name, run_dir=str(run_dir), state=word, attempt=state["attempt"], schema=state["run"].get("v"),
+    return Status(run=state["run"].get("run") or Path(run_dir).name, run_dir=str(run_dir), state=word, attempt=state["attempt"], schema=state["run"].get("v"),
                   **_stages(state, now, live), **_progress(state, now, word == "running"), **_sides(state), **_counts(state),
                   devices=_devices(state, probe and here), compile_cache_bytes=cache, checkpoint=_checkpoint(state, now),
                   heartbeat_age=age, started=state["run"]["t"], elapsed=(now if live else max(times)) - state["run"]["t"], host=_process(state).get("host"),
                   pid=_process(state).get("pid"), process=alive, suspended=here and (_proc_stat(_process(state)["pid"]) or "?")[0] in ("T", "t"),
                   lost=(beat or {}).get("lost", 0), lost_error=(beat or {}).get("error"), target=state["run"].get("target"))
+
+# %% ../nbs/02_status.ipynb #02-status-030
+def status(
+    run_dir,
+    now: float|None = None,  # seconds since 1970; None: the clock
+    probe: bool = True,      # ask nvidia-smi and measure the compile cache (bounded: .65 s together)?
+) -> Status:
+    "What a run does now, from its folder alone; RunDirError if there is no run."
+    run_dir = Path(run_dir)
+    if not (run_dir/"events.jsonl").exists(): raise RunDirError(f"{str(run_dir)!r} holds no run (no events.jsonl): give the run_dir of a trainer")
+    state, beat, _ = read_state(run_dir)
+    if not state["run"]: raise RunDirError(f"{str(run_dir)!r} holds no complete event: the run was killed at its first line, or the file is no event log")
+    return status_of(state, beat, run_dir, time.time() if now is None else now, probe)
 
 # %% ../nbs/02_status.ipynb #02-status-025
 def _secs(s) -> str:
@@ -258,26 +270,115 @@ def format_status(s: Status) -> str:
     return "\n".join(line for line in lines if line)
 
 # %% ../nbs/02_status.ipynb #02-status-034
+def status_line(
+    s: Status,
+) -> str:
+    "One line of key=value pairs, made for `grep` and `tail -f`."
+    tok = s.tok_s["drafter"] if s.tok_s["drafter"] is not None else s.tok_s["target"]
+    parts = [f"step={s.step if s.step is not None else '?'}/{s.steps if s.steps is not None else '?'}", f"state={s.state}", f"stage={str(s.stage).replace(' ', '_')}"]
+    if tok is not None: parts.append(f"tok/s={_g(tok, '.0f')}")
+    parts += [f"{k}={_g(s[k], '.4g')}" for k in ("loss", "sim_tau", "tau", "lr", "noise", "grad_norm") if s[k] is not None]
+    if s.bottleneck: parts.append(f"bound={s.bottleneck}")
+    if s.eta is not None: parts.append(f"left_s={s.eta:.0f}")
+    return " ".join(parts + [f"exceptions={s.exceptions}", f"heartbeat_s={s.heartbeat_age:.1f}"])
+
+_SAYS = dict(run_start=lambda e: f"attempt {e.get('attempt')} starts" + (f" from step {e['step']}" if e.get("step") else ""),
+             stage=lambda e: f"{e.get('stage')} {'starts' if e.get('phase') == 'start' else ('done' if e.get('phase') == 'end' else 'FAILED') + ' after ' + _secs(_num(e.get('elapsed')))}"
+                             + (f": {e['error']}" if e.get("error") else ""),
+             eval=lambda e: f"eval at step {e.get('step')}: " + ", ".join(f"{k} {_g(e[k])}" for k in ("loss", "sim_tau", "walk_tau", "tau") if e.get(k) is not None),
+             checkpoint=lambda e: f"checkpoint {e.get('step')}" + (f", {_big(e['bytes'])}B" if _num(e.get("bytes")) else "") + (", the best so far" if e.get("best") else ""),
+             exception=lambda e: f"{e.get('type')}: {e.get('text')} ({', '.join(f'{k} {e[k]}' for k in ('thread', 'device', 'step') if e.get(k) is not None)})",
+             fallback=lambda e: f"{e.get('device')}: {e.get('was')} -> {e.get('runs')}: {e.get('reason')}",
+             graph=lambda e: f"{'compiled' if e.get('what') == 'compile' else 'graph captured'}, {e.get('device')}" + (f", {_secs(e['elapsed'])}" if _num(e.get("elapsed")) is not None else ""),
+             warning=lambda e: str(e.get("text")), pause=lambda e: "paused", unpause=lambda e: "goes on", ask=lambda e: f"asked from outside: {e.get('what')}",
+             stop=lambda e: f"stop asked: {e.get('reason')}", run_end=lambda e: f"{e.get('outcome')} at step {e.get('step')}")
+
+# %% ../nbs/02_status.ipynb #02-status-035
+def event_text(
+    e: dict,          # an event other than a step
+    limit: int = 300,  # most characters
+) -> str:
+    "What happened, in one line."
+    try: text = _SAYS[e["kind"]](e)
+    except (KeyError, TypeError, ValueError): text = f"{e.get('kind')} " + " ".join(f"{k}={v}" for k, v in e.items() if k not in ("kind", "t", "attempt", "v"))
+    text = " ".join(text.split())
+    return text if len(text) <= limit else text[:limit - 3] + "..."
+
+def event_level(
+    e: dict,
+) -> str:  # error, warning or info
+    "How loud a face should show an event."
+    if e["kind"] == "exception" or e.get("phase") == "failed" or e.get("outcome") == "failed": return "error"
+    return "warning" if e["kind"] in ("warning", "fallback") else "info"
+
+def event_line(e: dict) -> str:
+    "One event as a line for a log."
+    at = time.strftime("%H:%M:%S", time.localtime(_num(e.get("t")) or 0))
+    return f"{at} {'ERROR ' if event_level(e) == 'error' else ''}{e['kind']}: {event_text(e)}"
+
+# %% ../nbs/02_status.ipynb #02-status-065
 def _answer(args) -> int:
     s = status(args.run_dir)
     print(_encode(_strict(s)) if args.json else format_status(s), flush=True)
     return 1 if s.state in ("failed", "killed") else 0
 
+class _Screen:
+    "Rewrites its own lines on a terminal; leaves what was there before alone."
+    def __init__(self): self.height = 0
+
+    def show(self, text):
+        width, rows = shutil.get_terminal_size()
+        lines = [line[:width - 1] for line in text.splitlines()][:rows - 1]
+        sys.stdout.write((f"\033[{self.height}A" if self.height else "") + "\r\033[J" + "\n".join(lines) + "\n")
+        sys.stdout.flush()
+        self.height = len(lines)
+
+def _bar(s, width=40) -> str:
+    "Progress as characters."
+    if not s.steps or s.step is None: return ""
+    done = min(max(s.step/s.steps, 0), 1)
+    return f"[{'#'*int(done*width)}{'-'*(width - int(done*width))}] {done:.0%}"
+
+def _over(s) -> bool:
+    "Will this run write nothing more? One on another machine counts as over when its heartbeat is a minute old."
+    return s.state not in ("starting", "running", "paused") and not (s.state == "unknown-host" and s.heartbeat_age < 60)
+
+# %% ../nbs/02_status.ipynb #02-status-066
+def _screens(args):
+    "On a terminal: state, bar and the last events, in place."
+    status(args.run_dir, probe=False)  # refuses a folder without a run
+    screen, recent, offset = _Screen(), [], max(0, (Path(args.run_dir)/"events.jsonl").stat().st_size - 32768)
+    leave = f"Ctrl-C leaves, the run goes on; to end it: dflash_status {shlex.quote(args.run_dir)} --ask stop"
+    while True:
+        s, events = status(args.run_dir), tail_events(args.run_dir, offset, 1 << 20)
+        offset = max(events.offset, offset)
+        recent = (recent + [event_line(e) for e in events if e["kind"] != "step" and e.get("phase") != "start"])[-6:]
+        screen.show("\n".join(x for x in [format_status(s), _bar(s), *recent, "" if _over(s) else leave] if x))
+        if _over(s): return s
+        time.sleep(args.every)
+
+def _lines(args):
+    "In a pipe: a block first and last, between them a line a change and a line an event."
+    s, seen, offset = status(args.run_dir), None, (Path(args.run_dir)/"events.jsonl").stat().st_size
+    say = lambda text: print(text, flush=True)
+    say(_encode(_strict(s)) if args.json else format_status(s))
+    while not _over(s):
+        time.sleep(args.every)
+        s, events = status(args.run_dir), tail_events(args.run_dir, offset, 1 << 20)
+        offset, now = max(events.offset, offset), (s.state, s.stage, s.step)
+        if not args.json: [say(event_line(e)) for e in events if e["kind"] != "step"]
+        if now != seen: say(_encode(_strict(s)) if args.json else status_line(s))
+        seen = now
+        if _over(s) and not args.json: say(format_status(s))
+    return s
+
 def _watch(args) -> int:
-    "Answer again until the run ends; on a terminal in place, in a pipe one block a change of step."
-    fancy, seen = sys.stdout.isatty() and not args.json, None
-    try:
-        while True:
-            s = status(args.run_dir)
-            if fancy: print("\033[H\033[J" + format_status(s), flush=True)
-            elif (s.state, s.stage, s.step) != seen: print(_encode(_strict(s)) if args.json else format_status(s), flush=True)
-            seen = (s.state, s.stage, s.step)
-            if s.state not in ("starting", "running", "paused"): break
-            time.sleep(args.every)
+    "Answer again until the run ends."
+    try: s = (_screens if sys.stdout.isatty() and not args.json else _lines)(args)
     except KeyboardInterrupt: return 0
     return 1 if s.state in ("failed", "killed") else 0
 
-# %% ../nbs/02_status.ipynb #02-status-035
+# %% ../nbs/02_status.ipynb #02-status-067
 def main_status(
     argv=None,  # arguments; None: of the command line
 ) -> int:       # 0: answered, 1: the run failed or was killed, 2: no run there
@@ -289,10 +390,12 @@ def main_status(
     p.add_argument("--watch", action="store_true", help="answer again until the run ends (Ctrl-C leaves; the run goes on)")
     p.add_argument("--every", type=float, default=1., help="seconds between answers of --watch (1)")
     p.add_argument("--diagnose", action="store_true", help="say what looks wrong and what to try")
+    p.add_argument("--ask", choices=ASKS, help="ask the run for this first; it obeys at its next step edge")
     p.error = lambda text: p.exit(2, f"dflash_status: error: {text} (options: dflash_status --help)\n")
     args = p.parse_args(argv)
     if not args.every > 0: p.error(f"--every {args.every:g}: give seconds > 0")
     try:
+        if args.ask: ask(args.run_dir, args.ask)
         code = _watch(args) if args.watch else _answer(args)
         if args.diagnose and not args.json: print(diagnose(args.run_dir))
         return code
@@ -364,7 +467,7 @@ def runs(
         out.append({**row, "changed": what_changed(found[i - 1][1], state) if i else []})
     return out
 
-# %% ../nbs/02_status.ipynb #02-status-043
+# %% ../nbs/02_status.ipynb #02-status-070
 class Comparison(dict):
     "Two runs side by side; prints as text, `.plot()` draws loss and tau."
     def __repr__(self):
@@ -373,15 +476,23 @@ class Comparison(dict):
         return "\n".join(lines + ["differs: " + ("; ".join(self["changed"]) or "nothing recorded")])
 
     def plot(self):  # a matplotlib figure
-        "Loss and tau by step of both runs."
+        "Loss by step (faint: each step, strong: mean of 20), sim_tau (line) and tau (dots) of both runs."
         import matplotlib.pyplot as plt
-        fig, axes = plt.subplots(1, 2, figsize=(9, 3))
-        for name, curves in zip(self["names"], self["curves"]):
-            axes[0].plot(*zip(*curves["loss"]), label=name) if curves["loss"] else None
-            axes[1].plot(*zip(*curves["tau"]), "o-", label=name) if curves["tau"] else None
-        for ax, y in zip(axes, ("loss", "tau")): ax.set(xlabel="step", ylabel=y); ax.legend() if ax.lines else None
-        fig.tight_layout()
+        fig, (left, right) = plt.subplots(1, 2, figsize=(9, 3), layout="constrained")
+        plt.close(fig)  # the notebook shows what is returned
+        for i, (name, curves) in enumerate(zip(self["names"], self["curves"])):
+            if curves["loss"]: _plot_loss(left, curves["loss"], f"C{i}", name)
+            if curves["sim_tau"]: right.plot(*zip(*curves["sim_tau"]), "-", color=f"C{i}", lw=1.2, label=f"{name}: sim_tau")
+            if curves["tau"]: right.plot(*zip(*curves["tau"]), "o", color=f"C{i}", label=f"{name}: tau")
+        left.set(xlabel="step", ylabel="loss"); right.set(xlabel="step", ylabel="tokens a target call")
+        for ax in (left, right): ax.legend(frameon=False, fontsize=8) if ax.lines else ax.text(.5, .5, "not measured", ha="center", transform=ax.transAxes)
         return fig
+
+def _plot_loss(ax, points, color, name, window=20):
+    steps, loss = zip(*points)
+    mean = [statistics.fmean(loss[max(0, i - window + 1):i + 1]) for i in range(len(loss))]
+    ax.plot(steps, loss, color=color, lw=.8, alpha=.35)
+    ax.plot(steps, mean, color=color, lw=1.6, label=name)
 
 def _curves(run_dir) -> dict:
     ev = read_events(run_dir)

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 import tracemalloc
 from pathlib import Path
@@ -16,7 +17,7 @@ import pytest
 
 from dflash_nb import status as st
 from dflash_nb.config import ConfigError
-from dflash_nb.events import EventLog, RunDirError, read_events
+from dflash_nb.events import KINDS, EventLog, RunDirError, read_events
 from dflash_nb.status import compare, diagnose, format_status, main_status, runs, status
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -480,3 +481,46 @@ def test_compare_uses_common_steps(tmp_path):
 def test_eta_ignores_a_long_pause():
     recent = [[s, s * 1.0, 1.0] for s in range(20)] + [[20, 5000.0, 1.0], [21, 5001.0, 1.0]]
     assert st._per_step(recent) == 1.0 and st._per_step(recent[:1]) is None and st._per_step([]) is None
+
+
+# lines for grep, asks
+
+
+def test_watch_in_a_pipe_says_each_event_once_and_each_step_in_a_line(tmp_path, capsys):
+    log = EventLog(tmp_path, config=dict(), steps=3)
+    def live():
+        for i in range(1, 4):
+            log.step(i, loss=1.0, drafter_tok_s=7e4)
+            time.sleep(.05)
+        log.warning("look here")
+        log.end("finished", step=3)
+        log.close()
+    worker = threading.Thread(target=live)
+    worker.start()
+    assert main_status([str(tmp_path), "--watch", "--every", ".02"]) == 0
+    worker.join()
+    out = capsys.readouterr().out
+    assert out.count(" warning: look here") == 2 and "last warning: look here" in out  # its own line and the last block
+    assert "step=3/3" in out and "tok/s=70000" in out and "run_end: finished" in out
+
+
+def test_ask_leaves_a_request_for_the_run(tmp_path, capsys):
+    log = EventLog(tmp_path, config=dict(), steps=3)
+    assert main_status([str(tmp_path), "--ask", "checkpoint"]) == 0
+    log.beat()
+    assert log.take_asked() == ["checkpoint"]
+    log.close()
+    with pytest.raises(SystemExit):
+        main_status([str(tmp_path), "--ask", "explode"])
+
+
+def test_watch_of_no_run_is_bad_input(tmp_path, monkeypatch, capsys):
+    assert main_status([str(tmp_path), "--watch"]) == 2
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    assert main_status([str(tmp_path), "--watch"]) == 2
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "unheard"])
+def test_any_event_is_one_line_of_text(kind):
+    for e in (dict(kind=kind), dict(kind=kind, t="x", step=[1], elapsed="long", text="a\nb" * 500, error=3, bytes=None, reason={})):
+        assert "\n" not in st.event_line(e) and len(st.event_line(e)) < 400 and st.event_level(e) in ("info", "warning", "error")
