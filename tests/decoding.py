@@ -2,6 +2,7 @@
 from functools import lru_cache
 
 import numpy as np
+import pytest
 import torch
 import torch.nn.functional as F
 from tiny import byte_tokenizer, tiny_model, tiny_target
@@ -11,6 +12,8 @@ from dflash_nb.blocks import first_slot, make_blocks
 from dflash_nb.config import TrainConfig
 from dflash_nb.data import Batch
 from dflash_nb.drafter import Drafter
+
+LAYOUTS = ("anchor-first", "shifted")
 
 
 def successor(num=250, period=9, seed=3):
@@ -59,6 +62,18 @@ def half_trained(layout):
     target = lookup_target()
     docs = answers(target, [[i, 200] for i in range(5, 240, 29)], 18, stop_ids=())
     return target, fit(tiny_drafter(target, layout), target, docs, 40, lr=6e-3)
+
+
+@pytest.fixture(scope="module")
+def target():
+    "The target of `half_trained`."
+    return half_trained("anchor-first")[0]
+
+
+@pytest.fixture(scope="module")
+def trained():
+    "Half-trained drafters by layout."
+    return {layout: half_trained(layout)[1] for layout in LAYOUTS}
 
 
 class Docs(list):
@@ -112,5 +127,5 @@ def cheat(monkeypatch, truth, wrong=(), real=None):
     monkeypatch.setattr(decode, "draft_tokens", drafts)
 
 
-__all__ = ["Docs", "answers", "as_batch", "cheat", "fit", "first_slot",
+__all__ = ["LAYOUTS", "Docs", "answers", "as_batch", "cheat", "fit", "first_slot",
            "half_trained", "lookup_target", "successor", "tiny_drafter", "tiny_target"]

@@ -1,9 +1,10 @@
 "Decoding: speculation repeats the target token for token, at every limit and stop, and samples from its distribution."
 import math
 
+import decoding
 import pytest
 import torch
-from decoding import answers, cheat, first_slot, fit, half_trained, lookup_target, tiny_drafter, tiny_target
+from decoding import LAYOUTS, answers, cheat, first_slot, fit, lookup_target, tiny_drafter, tiny_target
 
 import dflash_nb.decode as decode
 from dflash_nb.config import ConfigError, DataError, DrafterConfig
@@ -21,19 +22,9 @@ from dflash_nb.decode import (
 from dflash_nb.drafter import Drafter
 
 torch.set_num_threads(1)
-LAYOUTS = ["anchor-first", "shifted"]
 PROMPT = [72, 101, 108, 108, 111, 44, 32, 119, 111]
 REAL = decode.draft_tokens
-
-
-@pytest.fixture(scope="module")
-def target():
-    return half_trained("anchor-first")[0]
-
-
-@pytest.fixture(scope="module")
-def trained():
-    return {layout: half_trained(layout)[1] for layout in LAYOUTS}
+target, trained = decoding.target, decoding.trained  # fixtures
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "qwen2", "gemma2", "gemma3", "qwen3_moe", "mixtral", "mistral", "gpt_neox"])

@@ -2,10 +2,11 @@
 import json
 import math
 
+import decoding
 import numpy as np
 import pytest
 import torch
-from decoding import Docs, answers, as_batch, fit, half_trained, lookup_target, tiny_drafter, tiny_target
+from decoding import LAYOUTS, Docs, answers, as_batch, fit, lookup_target, tiny_drafter, tiny_target
 
 import dflash_nb.decode as decode
 import dflash_nb.evaluate as ev
@@ -25,19 +26,9 @@ from dflash_nb.evaluate import (
 )
 
 torch.set_num_threads(1)
-LAYOUTS = ["anchor-first", "shifted"]
 PROMPTS = [[5, 200], [17, 200], [30, 31, 200], [100]]
 REAL = decode.draft_tokens
-
-
-@pytest.fixture(scope="module")
-def target():
-    return half_trained("anchor-first")[0]
-
-
-@pytest.fixture(scope="module")
-def trained():
-    return {layout: half_trained(layout)[1] for layout in LAYOUTS}
+target, trained = decoding.target, decoding.trained  # fixtures
 
 
 # K8: the walk of the training forward takes the decoder's steps
