@@ -121,14 +121,14 @@ def tail_events(
     if not path.exists(): return out
     with open(path, "rb") as f:
         if offset > f.seek(0, 2): offset = 0
-        f.seek(offset)
+        start = f.seek(offset)
         for line in f:
             if not line.endswith(b"\n"): out.torn = True; break
             offset += len(line)
             e = _decode(line)
             if e is not None: out.append(e)
             elif line.strip(): out.bad += 1
-            if limit is not None and f.tell() > limit: break
+            if limit is not None and offset - start >= limit: break
     out.offset = offset
     return out
 

@@ -460,3 +460,15 @@ def test_a_heartbeat_mixed_of_two_writes_is_not_believed(tmp_path):
     assert read_beat(tmp_path) is None and read_state(tmp_path)[0]["step"]["step"] == 7
     (tmp_path / "heartbeat").write_bytes(whole)
     assert read_beat(tmp_path)["state"]["step"]["step"] == 7
+
+
+def test_limited_reading_goes_on_at_the_same_pace_far_into_the_file(tmp_path):
+    log = EventLog(tmp_path)
+    for i in range(1, 201):
+        log.step(i, loss=1.0)
+    log.close()
+    offset, sizes = 0, []
+    while got := tail_events(tmp_path, offset, 2000):
+        offset = got.offset
+        sizes.append(len(got))
+    assert offset == (tmp_path / "events.jsonl").stat().st_size and sum(sizes) >= 201 and len(sizes) < 20
