@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from dflash_nb.config import ConfigError, TrainConfig
-from dflash_nb.optim import clip_gradients, guarded_step, lr_at, make_optimizer, nonfinite_gradients, param_table, set_lr
+from dflash_nb.optim import (MuonAdamW, clip_gradients, group_table, guarded_step, lr_at, lr_range, make_optimizer, nonfinite_gradients,
+                             param_table, put_back, set_lr)
 
 torch.set_num_threads(1)
 
@@ -211,3 +212,154 @@ def test_param_table():
     table = param_table(toy())
     assert table.loc["trainable", "numel"] == 5 * 7 + 7 + 7 + 7 + 21
     assert not table.loc["frozen", "trains"] and table.loc["2.weight", "shape"] == (3, 7) and len(table) == 7
+
+
+def test_linear_and_wsd_schedules():
+    linear = TrainConfig(steps=10, warmup=0.2, schedule="linear", lr=1.0)
+    assert [lr_at(linear, s) for s in range(12)] == pytest.approx([0.5, 1, 1, 7 / 8, 6 / 8, 5 / 8, 4 / 8, 3 / 8, 2 / 8, 1 / 8, 0, 0])
+    wsd = TrainConfig(steps=10, warmup=0.2, schedule="wsd", decay_share=0.4, lr=1.0)
+    assert [lr_at(wsd, s) for s in range(12)] == pytest.approx([0.5, 1, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25, 0, 0])
+    assert lr_at(TrainConfig(steps=10, schedule="wsd", lr=1.0), 8) == 1 and lr_at(TrainConfig(steps=10, schedule="wsd", lr=1.0), 9) == 0.5
+    assert lr_at(TrainConfig(steps=1, schedule="wsd", warmup=0.0), 0) == 6e-4
+
+
+def test_decay_share_is_read_by_wsd_alone():
+    with pytest.raises(ConfigError, match="decay_share.*schedule='cosine'"):
+        TrainConfig(decay_share=0.1)
+    with pytest.raises(ConfigError, match="1 - warmup"):
+        TrainConfig(schedule="wsd", decay_share=0.9, warmup=0.2)
+    wsd = TrainConfig(schedule="wsd")
+    assert wsd.hash() == (wsd | dict(decay_share=0.2)).hash() != TrainConfig().hash()
+
+
+MUON = TrainConfig(steps=10, warmup=0.2, optimizer="muon", weight_decay=0.1, lr=1e-2)
+
+
+def train(net, opt, steps, start=0, cfg=MUON):
+    for s in range(start, start + steps):
+        backward(net, s)
+        set_lr(opt, lr_at(cfg, s))
+        guarded_step(opt, clip_gradients(net, cfg.clip))
+
+
+@pytest.mark.parametrize("capturable", [False, True])
+def test_muon_equals_torchs_two_optimizers(capturable):
+    net, ref = toy(), toy()
+    opt = make_optimizer(net, MUON, capturable)
+    assert isinstance(opt, MuonAdamW)
+    mats = [p for p in ref.parameters() if p.ndim == 2]
+    rest = [p for p in ref.parameters() if p.ndim == 1 and p.requires_grad]
+    muon = torch.optim.Muon(mats, lr=1, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw")
+    adamw = torch.optim.AdamW(rest, lr=1, betas=MUON.betas, eps=MUON.eps, weight_decay=0.1)
+    for s in range(6):
+        train(net, opt, 1, s)
+        backward(ref, s)
+        clip_gradients(ref, MUON.clip)
+        for o in (muon, adamw):
+            set_lr(o, lr_at(MUON, s))
+            o.step()
+    for p, q in zip(net.parameters(), ref.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["first step", "later"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_muon_refuses_a_non_finite_step(first, bad):
+    net, clean = toy(), toy()
+    opt, twin = make_optimizer(net, MUON), make_optimizer(clean, MUON)
+    if not first:
+        train(net, opt, 2)
+        train(clean, twin, 2)
+    before = copy.deepcopy([p.detach() for p in net.parameters()])
+    backward(net, 7)
+    net[0].weight.grad[0, 0] = bad
+    assert guarded_step(opt, clip_gradients(net, 1.0)) == 1 and opt.found_inf is None
+    assert all(torch.equal(a, b) for a, b in zip(before, net.parameters(), strict=True))
+    train(net, opt, 2, 4)
+    train(clean, twin, 2, 4)
+    assert all(torch.equal(a, b) for a, b in zip(net.parameters(), clean.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_either_optimizer_resumes_exactly(name):
+    cfg = MUON | dict(optimizer=name)
+    net, other = toy(), toy(1)
+    opt, late = make_optimizer(net, cfg), make_optimizer(other, cfg)
+    train(net, opt, 3, cfg=cfg)
+    other.load_state_dict(net.state_dict())
+    late.load_state_dict(copy.deepcopy(opt.state_dict()))
+    assert sorted(opt.state_dict()["state"]) == list(range(5))
+    train(net, opt, 3, 3, cfg)
+    train(other, late, 3, 3, cfg)
+    assert all(torch.equal(a, b) for a, b in zip(net.parameters(), other.parameters(), strict=True))
+
+
+def test_muon_without_vectors_without_matrices_and_without_torchs(monkeypatch):
+    net = nn.Linear(4, 3, bias=False)
+    opt = make_optimizer(net, MUON)
+    net(torch.ones(2, 4)).sum().backward()
+    assert guarded_step(opt, clip_gradients(net, 1.0)) == 0 and len(opt.param_groups) == 1
+    opt.load_state_dict(copy.deepcopy(opt.state_dict()))
+    with pytest.raises(ConfigError, match="no parameter is a matrix"):
+        make_optimizer(nn.LayerNorm(3), MUON)
+    monkeypatch.delattr(torch.optim, "Muon")
+    with pytest.raises(ConfigError, match="has no torch.optim.Muon"):
+        make_optimizer(net, MUON)
+
+
+def test_group_table():
+    net = toy()
+    table = group_table(make_optimizer(net, MUON), net)
+    assert list(table.numel) == [35 + 21, 21] and list(table.tensors) == [2, 3] and list(table.lr) == [lr_at(MUON, 0)] * 2
+    assert list(group_table(make_optimizer(net, TrainConfig()), net).rule) == ["adamw"]
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+@pytest.mark.parametrize("before", [0, 3])
+def test_lr_range_restores_everything(name, before):
+    cfg = MUON | dict(optimizer=name)
+    net = toy()
+    opt = make_optimizer(net, cfg)
+    train(net, opt, before, cfg=cfg)
+    weights, state = copy.deepcopy(net.state_dict()), copy.deepcopy(opt.state_dict())
+
+    def step(i):
+        loss = net(torch.ones(3, 5)).square().sum()
+        loss.backward()
+        return loss.detach(), torch.tensor(3.0)
+
+    found = lr_range(net, opt, step, low=1e-4, high=10.0, steps=30)
+    assert 5 < len(found.lr) <= 30 and 1e-4 <= found.lowest <= 10 and found.suggestion == found.lowest / 10
+    assert all(torch.equal(v, weights[k]) for k, v in net.state_dict().items())
+    after = opt.state_dict()
+    assert after["state"].keys() == state["state"].keys()
+    assert all(torch.equal(v, state["state"][i][k]) for i, s in after["state"].items() for k, v in s.items())
+    assert [g["lr"] for g in after["param_groups"]] == [g["lr"] for g in state["param_groups"]]
+    assert list(found.table.columns) == ["lr", "loss", "smooth"]
+
+
+def test_lr_range_stops_where_the_loss_explodes_and_restores_after_an_error():
+    net = toy()
+    opt = make_optimizer(net, TrainConfig())
+    weights = copy.deepcopy(net.state_dict())
+
+    def step(i):
+        if i == 4:
+            raise RuntimeError("no data")
+        backward(net, 0)
+        return torch.tensor(1.0), None
+
+    with pytest.raises(RuntimeError, match="no data"):
+        lr_range(net, opt, step)
+    assert all(torch.equal(v, weights[k]) for k, v in net.state_dict().items()) and not opt.state_dict()["state"]
+    losses = iter([3.0, 2.0, 1.0, math.nan])
+
+    def falling(i):
+        backward(net, 0)
+        return torch.tensor(next(losses)), None
+
+    found = lr_range(net, opt, falling, smooth=0.0)
+    assert len(found.lr) == 3 and found.lowest == found.lr[2]
+    with put_back(net, opt):
+        net[0].weight.data.zero_()
+    assert torch.equal(net[0].weight, weights["0.weight"])
