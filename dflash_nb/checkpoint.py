@@ -142,7 +142,7 @@ def optimizer_tensors(
             out[f"{key}.{names[p]}"] = value.detach().cpu().contiguous()
     return out
 
-# %% ../nbs/13_checkpoint.ipynb #13-checkpoint-023
+# %% ../nbs/13_checkpoint.ipynb #13-checkpoint-014
 def restore_optimizer(
     drafter: Drafter,
     optimizer: torch.optim.Optimizer,
@@ -152,11 +152,13 @@ def restore_optimizer(
     "Put saved moments back; raises CheckpointError for a parameter unknown or of another size or type."
     params = dict(drafter.named_parameters())
     index = {id(p): i for i, p in enumerate(p for g in optimizer.param_groups for p in g["params"])}
+    kinds = [("momentum_buffer",) if "momentum" in g else ("exp_avg", "exp_avg_sq") for g in optimizer.param_groups for _ in g["params"]]
     state, bad = {}, []
     for name, t in tensors.items():
         key, param = name.split(".", 1)
         p = params.get(param)
         if p is None or id(p) not in index: bad.append(f"{name} belongs to no trained parameter"); continue
+        if key != "step" and key not in kinds[index[id(p)]]: bad.append(f"{name} is of another optimizer (adamw or muon)")
         if t.dim() and t.shape != p.shape: bad.append(f"{name} {list(t.shape)} for a parameter {list(p.shape)}")
         if t.dim() and t.dtype != p.dtype: bad.append(f"{name} {t.dtype} for a parameter {p.dtype}")
         state.setdefault(index[id(p)], {})[key] = t

@@ -21,8 +21,9 @@ from dflash_nb.checkpoint import (
     save_state,
     scan_states,
 )
-from dflash_nb.config import ConfigError, DrafterConfig
+from dflash_nb.config import ConfigError, DrafterConfig, TrainConfig
 from dflash_nb.drafter import Drafter
+from dflash_nb.optim import lr_at, make_optimizer, set_lr
 
 CFG = DrafterConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=8,
                     intermediate_size=24, vocab_size=40, rope_parameters=dict(rope_type="default", rope_theta=1e6),
@@ -264,3 +265,30 @@ def test_optimizer_state_that_is_no_tensor_is_refused():
     opt.state[d.fc.weight]["count"] = 3
     with pytest.raises(CheckpointError, match="count of fc.weight is a int"):
         optimizer_tensors(d, opt)
+
+
+def test_muon_resumes_exactly_and_is_not_mixed_with_adamw(tmp_path):
+    cfg = TrainConfig(optimizer="muon", lr=1e-2, steps=9)
+
+    def steps(d, opt, first, n):
+        for i in range(first, first + n):
+            for j, p in enumerate(d.parameters()):
+                p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(100 * i + j))
+            set_lr(opt, lr_at(cfg, i))
+            opt.step()
+
+    d, e = Drafter(CFG, seed=0), Drafter(CFG, seed=1)
+    opt, other = make_optimizer(d, cfg), make_optimizer(e, cfg)
+    steps(d, opt, 0, 3)
+    save_state(tmp_path, 3, d, opt, {})
+    saved = load_state(tmp_path)
+    saved.restore(e, other)
+    steps(d, opt, 3, 3)
+    steps(e, other, 3, 3)
+    assert equal(d.state_dict(), e.state_dict()) and equal(optimizer_tensors(d, opt), optimizer_tensors(e, other))
+    f = Drafter(CFG, seed=2)
+    with pytest.raises(CheckpointError, match="of another optimizer"):
+        saved.restore(f, make_optimizer(f, cfg | dict(optimizer="adamw")))
+    save_state(tmp_path / "adamw", 1, *trained(), {})
+    with pytest.raises(CheckpointError, match="of another optimizer"):
+        load_state(tmp_path / "adamw").restore(f, make_optimizer(f, cfg))
