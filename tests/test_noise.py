@@ -106,17 +106,24 @@ def at(schedule, shares, strength=1.0):
 
 @pytest.mark.parametrize("schedule, want", [
     ("linear_warmup:0.5", [0, 0.5, 1, 1, 1]), ("linear_warmup:0.25:0.75", [0, 0, 0.5, 1, 1]), ("linear_decay:0.5", [1, 1, 1, 0.5, 0]),
-    ("cosine_warmup", [0, (1 - 2**-0.5) / 2, 0.5, (1 + 2**-0.5) / 2, 1]), ("cosine_decay:0:1", [1, (1 + 2**-0.5) / 2, 0.5, (1 - 2**-0.5) / 2, 0]),
+    ("cosine_warmup", [0, (1 - 2**-0.5) / 2, 0.5, (1 + 2**-0.5) / 2, 1]),
+    ("cosine_decay:0:1", [1, (1 + 2**-0.5) / 2, 0.5, (1 - 2**-0.5) / 2, 0]),
     ("step:0.5:0.1", [1, 1, 0.1, 0.1, 0.1]), ("step", [1, 1, 0, 0, 0]), ("constant:0.3", [0.3] * 5),
-    ("linear_warmup:0.25 * step:0.75:0.5", [0, 1, 1, 0.5, 0.5]), (((0.5, "linear_warmup"), (1, "linear_decay * constant:0.5")), [0, 0.5, 0.5, 0.25, 0]),
-    (((0, 0), (0.5, 1), (1, 0.5)), [0, 0.5, 1, 0.75, 0.5]), (((0.25, 1), (0.25, 0.2), (0.5, 0.6)), [1, 0.2, 0.6, 0.6, 0.6]), (((0.5, 0.7),), [0.7] * 5),
+    ("linear_warmup:0.25 * step:0.75:0.5", [0, 1, 1, 0.5, 0.5]),
+    (((0.5, "linear_warmup"),
+    (1, "linear_decay * constant:0.5")), [0, 0.5, 0.5, 0.25, 0]),
+    (((0, 0), (0.5, 1), (1, 0.5)), [0, 0.5, 1, 0.75, 0.5]),
+    (((0.25, 1), (0.25, 0.2), (0.5, 0.6)), [1, 0.2, 0.6, 0.6, 0.6]),
+    (((0.5, 0.7),), [0.7] * 5),
 ], ids=str)
 def test_schedules_against_values_by_hand(schedule, want):
     assert at(schedule, [0, 0.25, 0.5, 0.75, 1]) == pytest.approx(want, abs=1e-12)
     assert at(schedule, [0, 0.25, 0.5, 0.75, 1], 0.3) == pytest.approx([0.3 * w for w in want], abs=1e-12)
 
 
-@pytest.mark.parametrize("schedule", ["linear_warmup:0.1 * cosine_decay:0.5:0.9", [[0.3, "linear_warmup"], [1, "step"]], [[0, 0], [1, 1]]], ids=str)
+@pytest.mark.parametrize("schedule", [
+    "linear_warmup:0.1 * cosine_decay:0.5:0.9", [[0.3, "linear_warmup"], [1, "step"]], [[0, 0], [1, 1]],
+], ids=str)
 def test_a_schedule_is_plain_values(schedule, tmp_path):
     cfg = TrainConfig(noise=dict(strength=0.1, schedule=schedule))
     hash(cfg.noise)
@@ -126,9 +133,23 @@ def test_a_schedule_is_plain_values(schedule, tmp_path):
 
 
 @pytest.mark.parametrize("schedule, why", [
-    ("warmup", "'warmup'"), ("", "''"), ("linear_warmup:x", "numbers"), ("linear_warmup:2", r"\[0, 1\]"), ("linear_warmup:0:1:1", "at most 2"), ("step:nan", r"\[0, 1\]"),
-    ("linear_decay:0.8:0.2", "ends before"), (((0, 2), (1, 1)), "in \\[0, 1\\]"), (((0.5, 1), (0.2, 1)), "increasing"), (((0.5, "step"),), "last one at 1"),
-    (((0.5, "step"), (1, 0.5)), "only"), ((), "points"), (((0, 1, 2),), "points"), (5, "points"), (((1, "stp"),), "stp"), ((("a", 1),), "points"),
+    ("warmup", "'warmup'"),
+    ("", "''"),
+    ("linear_warmup:x", "numbers"),
+    ("linear_warmup:2", r"\[0, 1\]"),
+    ("linear_warmup:0:1:1", "at most 2"),
+    ("step:nan", r"\[0, 1\]"),
+    ("linear_decay:0.8:0.2", "ends before"),
+    (((0, 2), (1, 1)), "in \\[0, 1\\]"),
+    (((0.5, 1), (0.2, 1)), "increasing"),
+    (((0.5, "step"),), "last one at 1"),
+    (((0.5, "step"),
+    (1, 0.5)), "only"),
+    ((), "points"),
+    (((0, 1, 2),), "points"),
+    (5, "points"),
+    (((1, "stp"),), "stp"),
+    ((("a", 1),), "points"),
 ], ids=str)
 def test_bad_schedules_are_refused_at_construction(schedule, why):
     with pytest.raises(ConfigError, match=why):

@@ -7,8 +7,19 @@ import torch
 from torch import nn
 
 from dflash_nb.config import ConfigError, TrainConfig
-from dflash_nb.optim import (MuonAdamW, clip_gradients, group_table, guarded_step, lr_at, lr_range, make_optimizer, nonfinite_gradients,
-                             param_table, put_back, set_lr)
+from dflash_nb.optim import (
+    MuonAdamW,
+    clip_gradients,
+    group_table,
+    guarded_step,
+    lr_at,
+    lr_range,
+    make_optimizer,
+    nonfinite_gradients,
+    param_table,
+    put_back,
+    set_lr,
+)
 
 torch.set_num_threads(1)
 
