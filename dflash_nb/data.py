@@ -6,7 +6,8 @@
 __all__ = ['ROLES', 'POLICIES', 'Skip', 'Reason', 'Report', 'Chats', 'Stream', 'load_chats', 'nothing_left', 'open_template',
            'each_row', 'Dataset', 'open_dataset', 'generator_of', 'encode_chats', 'marked_text', 'best_fit', 'Packed',
            'pack', 'valid_anchors', 'draw_anchors', 'quota_keys', 'token_texts', 'Shown', 'show_documents',
-           'plot_lengths', 'Batch', 'batch_at', 'batches', 'Coverage', 'coverage', 'StateGuard', 'validation_blocks']
+           'plot_lengths', 'Batch', 'batch_at', 'batches', 'Coverage', 'coverage', 'clean_states', 'StateGuard',
+           'validation_blocks']
 
 # %% ../nbs/03_data.ipynb #03-data-001
 import functools
@@ -208,7 +209,9 @@ def _file_entries(path, src, split, stream):
     if not path.exists():
         if path.suffix not in (".jsonl", ".ndjson", ".json", ".parquet") and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", str(src)): return _hub_rows(str(src), split, stream)
         raise DataError(f"no data file {str(path)!r}: {way}")
-    if path.is_dir() or path.suffix not in (".jsonl", ".ndjson", ".json", ".parquet"): raise DataError(f"cannot read data {str(path)!r}: {way}")
+    piped = path.is_fifo() or str(path).startswith(("/dev/", "/proc/"))
+    if piped and stream: raise DataError(f"data {str(path)!r} is a pipe, which can be read once, but stream=True reads it for every loop: save it to a file")
+    if path.is_dir() or path.suffix not in (".jsonl", ".ndjson", ".json", ".parquet") and not piped: raise DataError(f"cannot read data {str(path)!r}: {way}")
     if path.suffix == ".parquet": return _parquet_rows(path)
     if path.suffix != ".json": return _lines(path)
     try: rows = json.loads(path.read_text("utf-8-sig"))
@@ -292,7 +295,7 @@ def _read(entries, rep):
 
 # %% ../nbs/03_data.ipynb #03-data-066
 def load_chats(
-    src, # path of a .jsonl, .json or .parquet file, a name on the Hugging Face hub, a datasets or pandas table, or an iterable of rows (dicts or strings)
+    src, # path of a .jsonl, .json or .parquet file or of a pipe of JSON lines (/dev/stdin), a name on the Hugging Face hub, a datasets or pandas table, or an iterable of rows (dicts or strings)
     split:str=None, # of a dataset with several
     stream:bool=False, # keep nothing in memory? then every loop reads the source again
 )->Chats: # rows {"messages": ...} | {"text": ...} | {"input_ids": ..., "loss_mask": ...}, extra keys kept; a `Stream` of them with stream=True
@@ -815,6 +818,14 @@ def _lay_out(packed, numbers):
     return ids, loss, doc
 
 # %% ../nbs/03_data.ipynb #03-data-104
+def _no_anchor(ds, row_len):
+    "One line on documents that leave no anchor, with the ways out that can help."
+    part = ds.report.part
+    longer = any(_pairs(ds.doc(d)[1]).any() for d in range(len(ds)))
+    ways = ["use longer rows"] * longer + ["give other data"] + ["hold out fewer (val_share), for the held-out documents may be the ones with anchors"] * part.startswith("training")
+    within = f" within row_len={row_len}" if longer else ""
+    return f"none of the {len(ds)} documents{f' ({part})' * bool(part)} has two adjacent supervised tokens{within}: {' or '.join(ways)}"
+
 def pack(
     ds:Dataset, # documents
     row_len:int, # tokens of a row, T
@@ -824,7 +835,7 @@ def pack(
     cut = np.flatnonzero(ds.lengths > row_len)
     dropped = {int(d) for d in range(len(ds)) if not _pairs(ds.doc(d)[1][:row_len]).any()}
     docs = np.array([d for d in range(len(ds)) if d not in dropped], np.int64)
-    if not len(docs): raise DataError(f"none of the {len(ds)} documents has two adjacent supervised tokens within row_len={row_len}: use longer rows or other data")
+    if not len(docs): raise DataError(_no_anchor(ds, row_len))
     row_of = best_fit(np.minimum(ds.lengths, row_len)[docs], row_len)
     row_starts = np.concatenate([[0], np.cumsum(np.bincount(row_of))])
     return Packed(ds, row_len, docs[np.argsort(row_of, kind="stable")], row_starts, [int(d) for d in cut if int(d) not in dropped], sorted(dropped))
@@ -1082,19 +1093,29 @@ def _row_coverage(packed, cfg, epoch, r):
     per = [(int(((hit > 0) & (doc == k)).sum()), int((loss & (doc == k)).sum()), int((doc[at] == k).sum())) for k in range(doc.max() + 1)]
     return int(loss.sum()), int(valid_anchors(loss, doc).sum()), len(at), hit, per
 
-# %% ../nbs/03_data.ipynb #03-data-132
+# %% ../nbs/03_data.ipynb #03-data-118
+def clean_states(
+    doc_RT, # document of each position, -1 = padding
+    *states, # hidden states [R, T, ...] of these rows
+)->tuple: # (bad_R, *states): rows with a bad number outside the padding, and the states with bad numbers zeroed
+    "Check hidden states once, where they are made: what is kept for later needs no second look. No copy to the host."
+    bad_RT = ~torch.stack([torch.isfinite(h).all(-1) for h in states]).all(0)
+    clean = [torch.where(bad_RT[..., None], torch.zeros((), dtype=h.dtype, device=h.device), h) for h in states]
+    return ((bad_RT & (doc_RT.to(bad_RT.device) >= 0)).any(1), *clean)
+
 class StateGuard:
     "Takes rows with non-finite hidden states out of the loss; `read()` counts them and raises when none is left."
     def __init__(self): self.pending, self.seen, self.skipped, self.rows = [], 0, 0, []
 
-    def __call__(self, batch, feats_RTF, *states):
-        "(batch, feats, *states) with bad rows dropped and bad numbers zeroed; makes no copy to the host."
-        bad_RT = ~torch.isfinite(feats_RTF).all(-1)
-        for h in states: bad_RT = bad_RT | ~torch.isfinite(h).all(-1)
-        bad_R = (bad_RT & (batch.doc_RT.to(bad_RT.device) >= 0)).any(1)
+    def drop(self, batch, bad_R):
+        "The batch without the anchors of bad rows, which are noted for `read`."
         self.pending.append((batch.row_ids, bad_R, batch.index))
-        clean = [torch.where(bad_RT[..., None], torch.zeros((), dtype=h.dtype, device=h.device), h) for h in (feats_RTF, *states)]
-        return (replace(batch, keep_RN=batch.keep_RN & ~bad_R.to(batch.keep_RN.device)[:, None]), *clean)
+        return replace(batch, keep_RN=batch.keep_RN & ~bad_R.to(batch.keep_RN.device)[:, None])
+
+    def __call__(self, batch, *states):
+        "(batch, *states) with bad rows dropped and bad numbers zeroed: `clean_states`, then `drop`."
+        bad_R, *clean = clean_states(batch.doc_RT, *states)
+        return (self.drop(batch, bad_R), *clean)
 
     def read(self):
         "Rows skipped since the last read; raises `DataError` if all were."

@@ -21,6 +21,7 @@ import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -444,11 +445,18 @@ def rope_of(
     return dict(rope_type=kind, rope_theta=float(rope["rope_theta"]), **keep), note
 
 # %% ../nbs/04_target.ipynb #04-target-092
-def _named_token(target, taken, data_ids):
-    "A special token that is in neither the template nor the data: mask, then reserved ones, then the last."
+def _used_ids(data_ids, rows):
+    "Token ids that stand in the data, as a set; a few megabytes at a time."
+    seen, flat = np.zeros(rows, bool), np.asarray([] if data_ids is None else data_ids).reshape(-1)
+    for i in range(0, len(flat), 1 << 20):
+        part = flat[i:i + (1 << 20)]
+        seen[part[(part >= 0) & (part < rows)]] = True
+    return set(np.flatnonzero(seen).tolist())
+
+def _named_token(target, taken):
+    "A special token that is not in the template: mask, then reserved ones, then the last."
     tok = target.tokenizer
     taken = {*taken, tok.bos_token_id, tok.unk_token_id}
-    if data_ids is not None: taken |= set(torch.as_tensor(data_ids).unique().tolist())
     template = str(getattr(tok, "chat_template", None) or "")
     free = {i: str(t) for i, t in tok.added_tokens_decoder.items() if t.special and i not in taken and i < target.vocab_size and str(t) not in template}
     rank = lambda i: (0 if "mask" in free[i].lower() else 1 if re.search("reserved|unused|extra|empty", free[i].lower()) else 2, -i)
@@ -458,20 +466,26 @@ def _named_token(target, taken, data_ids):
 def choose_mask_token(
     target:Target, # whose embedding the drafter reads
     explicit:int|None=None, # id asked for
-    data_ids=None, # token ids of the data; a named token among them is not chosen
+    data_ids=None, # token ids of the data; one of them is neither accepted nor chosen, but for a tokenizer's mask token without an alternative
 )->tuple: # id, where it comes from
     "The id for mask slots: given, the tokenizer's, a spare row, a named token; raises `ConfigError`."
+    used = _used_ids(data_ids, target.vocab_size)
     rows, tok, taken = target.vocab_size, target.tokenizer, {target.pad_id, *target.eos_ids}
+    own = getattr(tok, "mask_token_id", None)
+    own = own if own is not None and own not in taken and own < rows else None
     if explicit is not None:
         if not 0 <= explicit < rows: raise ConfigError(f"mask_token_id={explicit}: the embedding has rows 0 to {rows - 1}; give one of them, or None to choose")
         if explicit in taken: raise ConfigError(f"mask_token_id={explicit} is the target's {'eos' if explicit in target.eos_ids else 'pad'} token: give a row without a meaning, or None to choose")
+        if explicit in used and explicit != own: raise ConfigError(f"mask_token_id={explicit} stands in the data: a drafter could not tell that token from a slot to fill; give a row that the data does not use, or None to choose")
         return explicit, "given"
+    taken |= used
     if tok is None: raise ConfigError(f"mask_token_id is needed: target {target.name!r} has no tokenizer to choose it from; give an unused row of 0 to {rows - 1}")
-    if tok.mask_token_id is not None and tok.mask_token_id not in taken and tok.mask_token_id < rows: return tok.mask_token_id, "the tokenizer's mask token"
+    if own is not None and own not in used: return own, "the tokenizer's mask token"
     spare = max(tok.get_vocab().values()) + 1
     spare = next((i for i in range(spare, rows) if i not in taken), None)
     if spare is not None: return spare, "first spare embedding row"
-    named = _named_token(target, taken, data_ids)
+    named = _named_token(target, taken)
+    if named is None and own is not None: return own, "the tokenizer's mask token; THE DATA USES IT, TOO"
     if named is None: raise ConfigError(f"no free token for the mask among {rows} rows: give mask_token_id=<a row that your data does not use>")
     return named, f"special token {tok.convert_ids_to_tokens(named)!r}"
 

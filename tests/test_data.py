@@ -1,7 +1,11 @@
 """What readers of the data notebook need not see: templates of many kinds, malformed rows, invariants of packing and of anchors."""
 
 import json
+import os
 import re
+import subprocess
+import sys
+import threading
 import time
 
 import numpy as np
@@ -717,12 +721,52 @@ def test_the_guard_drops_bad_rows_and_stops_when_none_is_left():
         guard.read()
 
 
+def test_states_checked_once_need_no_second_look():
+    batch, guard = batch_at(pack(make_docs(), 128), CFG, 0), data.StateGuard()
+    feats, final = torch.randn(4, 128, 6), torch.randn(4, 128, 3)
+    feats[2, 3, 1], final[0, 5, 0] = float("nan"), float("inf")
+    whole, f, h = guard(batch, feats, final)
+    rows = [data.clean_states(batch.doc_RT[r:r + 1], feats[r:r + 1], final[r:r + 1]) for r in range(4)]  # as a cache keeps them
+    bad, *kept = (torch.cat(x) for x in zip(*rows, strict=True))
+    assert torch.equal(guard.drop(batch, bad).keep_RN, whole.keep_RN) and torch.equal(kept[0], f) and torch.equal(kept[1], h)
+    assert guard.read() == 4 and guard.seen == 8
+
+
 # ---- splits
 
 
 def make_docs(n=200, seed=0, low=6, high=60):
     rng = np.random.default_rng(seed)
     return Dataset.from_docs([(rng.integers(1, 250, k), np.arange(k) >= k // 3) for k in rng.integers(low, high, n)])
+
+
+def test_a_pack_without_anchors_names_the_ways_out():
+    late, single = ([1] * 9, [0] * 6 + [1] * 3), ([1, 2, 3], [0, 1, 0])
+    with pytest.raises(DataError, match=r"within row_len=4: use longer rows or give other data$"):
+        pack(Dataset.from_docs([late, single]), 4)
+    with pytest.raises(DataError, match=r"none of the 2 documents has two adjacent supervised tokens: give other data$"):
+        pack(Dataset.from_docs([single, single]), 64)
+    for seed in range(9):  # until the split holds out the one document that has anchors
+        ds = Dataset.from_docs([single] * 3 + [late])
+        if len(ds.split(0.25, seed)[1].doc(0)[0]) == 9:
+            break
+    with pytest.raises(DataError, match=r"training: 3 of 4 documents.*hold out fewer \(val_share\)"):
+        pack(ds.split(0.25, seed)[0], 64)
+
+
+def test_a_pipe_is_read_once(tmp_path):
+    row = json.dumps(dict(messages=[dict(role="user", content="q"), dict(role="assistant", content="a")])) + "\n"
+    fifo = tmp_path / "chats"
+    os.mkfifo(fifo)
+    writer = threading.Thread(target=lambda: fifo.write_text(row * 3), daemon=True)
+    writer.start()
+    assert len(load_chats(fifo)) == 3
+    writer.join(5)
+    with pytest.raises(DataError, match="pipe.*stream=True.*save it to a file"):
+        list(load_chats(fifo, stream=True))
+    out = subprocess.run([sys.executable, "-c", "from dflash_nb.data import load_chats; print(len(load_chats('/dev/stdin')))"],
+                         input=row * 2, capture_output=True, text=True)
+    assert out.stdout == "2\n", out.stderr[-500:]
 
 
 def test_split_is_a_partition_that_the_seed_decides():

@@ -4,6 +4,7 @@ import shutil
 import threading
 import time
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -391,6 +392,16 @@ def test_mask_token_order():
     assert full.mask_token_id() == 256
     with pytest.raises(ConfigError, match="free"):
         full.mask_token_id(data_ids=[5, 256, 256])
+
+
+def test_a_token_of_the_data_is_no_mask_token():
+    t, padded = tiny_target("qwen3"), tiny_target("gemma3", mask=False)
+    with pytest.raises(ConfigError, match="mask_token_id=17 stands in the data.*None to choose"):
+        choose_mask_token(t, 17, [3, 17, 4])
+    assert choose_mask_token(t, 17, [3, 16, 4]) == (17, "given")
+    full = choose_mask_token(t, data_ids=[*range(260)])  # no row is spare: the tokenizer's own, said aloud; a resumed run finds it given
+    assert full == (259, "the tokenizer's mask token; THE DATA USES IT, TOO") and choose_mask_token(t, 259, [259])[0] == 259
+    assert choose_mask_token(padded, data_ids=np.array([[259, 260], [1, 262]], np.int32)) == (261, "first spare embedding row")
 
 
 @pytest.mark.parametrize("bad,word", [(260, "rows 0 to 259"), (-1, "rows 0 to 259"), (257, "eos"), (258, "pad")])
