@@ -261,6 +261,7 @@ def _check_values(cfg):
     m = cfg.mask_token_id
     _check(m is None or _whole(m) and m >= 0, "mask_token_id", m, "give a token id >= 0, or None to choose one")
     _check(isinstance(cfg.allow_last_layer, bool), "allow_last_layer", cfg.allow_last_layer, "give True or False")
+    if cfg.allow_last_layer and cfg.target_layer_ids is None: raise ConfigError("allow_last_layer=True is not read without target_layer_ids: name the layers, the last among them, or leave it out")
 
 # %% ../nbs/00_config.ipynb #00-config-024
 def _check_batch(cfg):

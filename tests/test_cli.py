@@ -69,6 +69,7 @@ def refused(capsys, call, *said):
     (["--loss", "mse"], ["loss='mse'", "ce, fkl"]),
     (["--loss", '{"ce": 1'], ["is no JSON"]),
     (["--alpha", .5], ["alpha=0.5 is not read", "decay"]),
+    (["--allow_last_layer", "true"], ["allow_last_layer=True is not read", "target_layer_ids"]),
     (["--attention", "flash"], ["attention='flash'", "sdpa"]),
     (["--block_size", 100], ["block_size=100", "row_len=96"]),
     (["--max_length", "long"], ["max_length='long'"]),
@@ -127,7 +128,8 @@ def test_help_names_every_field_with_its_default(capsys):
 def test_options_reach_the_config_and_win_over_the_file(tmp_path):
     (tmp_path / "c.json").write_text(json.dumps({"lr": 1e-3, "gamma": 4}))
     args = cli.train_parser().parse_args(["--config", str(tmp_path / "c.json"), "--gamma", "none", "--betas", "0.9,0.999",
-                                          "--noise", "0.05", "--loss", '{"ce": 0.1, "tv": 0.9}', "--allow_last_layer", "true"])
+                                          "--noise", "0.05", "--loss", '{"ce": 0.1, "tv": 0.9}', "--allow_last_layer", "true",
+                                          "--target_layer_ids", "1,5"])
     cfg = cli._train_config(args)
     assert (cfg.lr, cfg.gamma, cfg.betas, cfg.noise.strength, cfg.allow_last_layer) == (1e-3, None, (.9, .999), .05, True)
     assert cfg.loss == {"ce": .1, "tv": .9}
