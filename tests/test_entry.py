@@ -40,7 +40,8 @@ def test_every_script_enters_quietly(name):
 
 
 def test_the_entry_imports_nothing_of_the_package():
-    out = subprocess.run([sys.executable, "-c", "import sys, dflash_nb.entry; print(*[m for m in sys.modules if m.startswith('dflash_nb')])"],
+    code = "import sys, dflash_nb.entry; print(*[m for m in sys.modules if m.startswith('dflash_nb')])"
+    out = subprocess.run([sys.executable, "-c", code],
                          cwd=ROOT, capture_output=True, text=True)
     assert out.stdout.split() == ["dflash_nb", "dflash_nb.entry"]
 
