@@ -21,6 +21,11 @@ from .decode import *
 from .regenerate import *
 from .evaluate import *
 from .checkpoint import *
+from .threads import *
+from .sides import *
+from .pipeline import *
+from .callbacks import *
+from .gpus import *
 from .trainer import *
 from .export import *
 from .preflight import *

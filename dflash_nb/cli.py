@@ -228,20 +228,19 @@ def expected_seconds(
     trainer,  # Trainer before `fit`
 ) -> float:
     "Rough seconds to the end: the second of two equal micro-batches times all that are left; 0 where they fail."
-    from dflash_nb.data import batches
-    from dflash_nb.trainer import backward_micro
-    cfg, sides = trainer.cfg, trainer.sides
-    micro = next(iter(batches(trainer.packed, cfg))).to(trainer.device).micro(0, cfg.micro_rows)
+    line, cfg = trainer.line, trainer.cfg
+    reader, side = line.readers[0], line.lead
+    micro = line.batch_of(trainer.step).micro(0, cfg.micro_rows).to(reader.device)
+    side.zero()
     try:
         for _ in range(2):
             start = time.perf_counter()
-            backward_micro(sides, micro, 0, 0).loss.item()
+            side.micro(reader.read(micro).to(side.device), trainer.step, 0).loss.item()
             seconds = time.perf_counter() - start
     except DflashError: raise
     except Exception: return 0.  # the run meets the same failure, and names step, rows and device
-    sides.guard.read(), sides.target_clock.take(), sides.drafter_clock.take()
-    trainer.optimizer.zero_grad(set_to_none=True)
-    return seconds*(cfg.token_budget//cfg.row_len//cfg.micro_rows)*(cfg.steps - trainer.step)
+    finally: reader.guard.pending.clear(), reader.clock.take(), side.clock.take(), side.free()
+    return seconds*line.micros/len(line.sides)*(cfg.steps - trainer.step)
 
 def _preflight(args, trainer):
     "Run the check that the options ask for; PreflightError refuses the run."

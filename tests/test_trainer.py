@@ -14,12 +14,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from dflash_nb import checkpoint
+from dflash_nb import callbacks, checkpoint, sides
 from dflash_nb import trainer as module
 from dflash_nb.config import ConfigError, DataError, DflashError, NoiseConfig, TrainConfig
 from dflash_nb.data import Dataset, batches
 from dflash_nb.events import ask, read_events
-from dflash_nb.optim import clip_gradients, make_optimizer
+from dflash_nb.optim import clip_gradients
 from dflash_nb.trainer import (
     Callback,
     CheckpointCB,
@@ -28,7 +28,6 @@ from dflash_nb.trainer import (
     ProgressCB,
     Trainer,
     TrainError,
-    backward_micro,
     toy_data,
     toy_target,
 )
@@ -87,6 +86,7 @@ def whole(tmp_path_factory):
 
 RESUME = """
 import sys, torch; torch.set_num_threads(1)
+from dflash_nb.callbacks import *
 from dflash_nb.trainer import *
 t = Trainer.from_run(sys.argv[1], target=toy_target(), callbacks=[ProgressCB(show="off")])
 assert t.step == 5, t.step
@@ -271,8 +271,7 @@ def test_status_and_checkpoint_before_fit(tmp_path):
     assert t.status()["state"] == "not started" and not (tmp_path / "r").exists()
     with pytest.raises(ConfigError, match="before fit"):
         t.checkpoint()
-    with pytest.raises(ConfigError, match="block=False"):
-        t.fit(block=False)
+    assert t.wait() is None
 
 
 # -- failures ------------------------------------------------------------------------------------------------------------
@@ -282,7 +281,7 @@ def boom(*a, **k):
 
 
 def test_exception_inside_a_step_names_step_rows_and_device(tmp_path, monkeypatch):
-    t = make(tmp_path / "r", callbacks=[At(3, lambda t: monkeypatch.setattr(module, "block_loss", boom))])
+    t = make(tmp_path / "r", callbacks=[At(3, lambda t: monkeypatch.setattr(sides, "block_loss", boom))])
     with pytest.raises(TrainError, match=r"step 4 on cpu, thread MainThread, rows \[\d+, \d+\]: RuntimeError: boom") as e:
         t.fit()
     assert isinstance(e.value.__cause__, RuntimeError) and t.record.outcome == "failed"
@@ -292,7 +291,7 @@ def test_exception_inside_a_step_names_step_rows_and_device(tmp_path, monkeypatc
     assert resume(tmp_path / "r").step == 3
 
 
-@pytest.mark.parametrize("event", ["before_fit", "before_update", "after_step", "after_eval", "after_fit"])
+@pytest.mark.parametrize("event", ["before_start", "before_fit", "before_update", "after_step", "after_eval", "after_fit"])
 def test_a_failing_callback_is_named_and_the_run_can_go_on(whole, tmp_path, event):
     bad = Callback()
     setattr(bad, event, boom)
@@ -460,16 +459,21 @@ def lopsided():
     return Dataset.from_docs((rng.integers(1, 62, 64), np.arange(64) >= 64 - n) for n in (3, 60, 4, 50))
 
 
+def micro_sums(t, rows):
+    "Sums of the first step's micro-batches of `rows` rows, without an update."
+    side, batch = t.line.lead, next(batches(t.packed, t.cfg))
+    side.zero()
+    return [side.micro(t.line.readers[0].read(batch.micro(i, rows)), 0, i) for i in range(4 // rows)]
+
+
 def test_the_logged_loss_is_the_global_mean_that_was_trained(tmp_path):
     cfg = CFG | dict(val_share=0., noise=0., token_budget=256, num_anchors=64, gamma=None, clip=None)
     logged, grads = {}, {}
     for rows in (1, 4):
         t = make(tmp_path / f"r{rows}", cfg | dict(micro_rows=rows), ds=lopsided(),
                  callbacks=[At(0, lambda t, rows=rows: grads.update({rows: t.drafter.fc.weight.grad.clone()}), "before_update")])
-        batch = next(batches(t.packed, t.cfg))
-        parts = [backward_micro(t.sides, batch.micro(i, 1), 0, 0) for i in range(4)]
-        t.optimizer.zero_grad(set_to_none=True)
-        logged[rows] = t.train_step(batch)
+        parts = micro_sums(t, 1)
+        logged[rows] = t.train_step()
     want = sum(float(p.total) for p in parts) / sum(float(p.denominator) for p in parts)
     mean_of_means = np.mean([float(p.loss) for p in parts])
     assert logged[1]["loss"] == pytest.approx(want, rel=1e-6) and logged[4]["loss"] == pytest.approx(want, rel=1e-6)
@@ -485,9 +489,7 @@ def test_k4_gradients_do_not_depend_on_the_split(tmp_path, delta):
     for rows in (1, 2, 4):
         t = make(tmp_path / f"r{rows}", cfg | dict(micro_rows=rows), target=target, ds=lopsided())
         t.drafter.double()
-        t.optimizer = make_optimizer(t.drafter, t.cfg)
-        batch = next(batches(t.packed, t.cfg))
-        outs = [backward_micro(t.sides, batch.micro(i, rows), 0, i) for i in range(4 // rows)]
+        outs = micro_sums(t, rows)
         clip_gradients(t.drafter, None, sum(outs[1:], outs[0]).denominator)
         grads[rows] = torch.cat([p.grad.flatten() for p in t.drafter.parameters()])
     assert grads[1].dtype == torch.float64
@@ -536,8 +538,8 @@ def test_kept_features_change_no_bit_and_are_read_once(tmp_path, monkeypatch, de
         reads.append(seen[0] - before)
     assert ends[0] == ends[1] and same_end(tmp_path / "r0.0", tmp_path / "r1.0", 12)
     rows = len(t.packed)
-    assert reads == [24, rows] and 2 * rows < 24 and set(t.sides.features.rows) == set(range(rows))
-    finals = [final is not None for _, final in t.sides.features.rows.values()]
+    assert reads == [24, rows] and 2 * rows < 24 and set(t.line.readers[0].features.rows) == set(range(rows))
+    finals = [final is not None for _, final in t.line.readers[0].features.rows.values()]
     assert all(finals) if "loss" in delta else not any(finals)
 
 
@@ -549,9 +551,9 @@ def test_kept_features_stay_within_the_limit(tmp_path, monkeypatch, teacher):
     seen = counted(monkeypatch)
     t = make(tmp_path / "some", cfg | dict(feature_cache=(3 * row + row - 1) / 2**30), ds=toy_data(16))
     t.fit()
-    kept = t.sides.features.rows
+    kept = t.line.readers[0].features.rows
     assert len(kept) == 3 < len(t.packed) and sum(x.nbytes for pair in kept.values() for x in pair if x is not None) == 3 * row
-    assert t.sides.features.room == row - 1 and seen[0] < 24 and same_end(tmp_path / "none", tmp_path / "some", 12)
+    assert t.line.readers[0].features.room == row - 1 and seen[0] < 24 and same_end(tmp_path / "none", tmp_path / "some", 12)
 
 
 def test_resume_is_exact_with_and_without_kept_features(tmp_path):
@@ -612,14 +614,16 @@ def test_piped_progress_prints_at_once_and_while_a_step_hangs(tmp_path, capsys):
 
 def test_a_face_that_cannot_draw_stops_nothing(tmp_path, monkeypatch):
     cb = ProgressCB(every=.05, show="lines")
-    monkeypatch.setattr(module, "progress_line", boom)
+    monkeypatch.setattr(callbacks, "progress_line", boom)
     t = Trainer(TARGET, toy_data(30), CFG | dict(steps=2), run_dir=tmp_path / "r", callbacks=[cb])
     assert t.fit().outcome == "finished"
 
 
 def test_devices_that_this_trainer_cannot_use_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match="one device"):
-        make(tmp_path / "r", devices={"target": ["cpu"], "drafter": ["cuda:0"]})
+    with pytest.raises(ConfigError, match="at least one target thread"):
+        make(tmp_path / "r", devices={"target": [], "drafter": ["cpu", "cpu"]})
+    with pytest.raises(ConfigError, match="share 2 micro-batches"):
+        make(tmp_path / "r", devices={"target": ["cpu"], "drafter": ["cpu"] * 3})
     if not torch.cuda.is_available():
         with pytest.raises(ConfigError, match="no CUDA GPU"):
             make(tmp_path / "r", devices="cuda:0")
