@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['Placement', 'place', 'replicate_target', 'replicate_drafter', 'sync_replicas', 'differing', 'Slot', 'Item', 'feed',
-           'draw', 'sum_share', 'fetch_shares', 'step_metrics', 'update_and_read', 'Alone', 'Threads', 'own_modes',
-           'warm_target', 'warm_drafter']
+           'train_share', 'sum_share', 'fetch_shares', 'step_metrics', 'update_and_read', 'Alone', 'Threads',
+           'own_modes', 'warm_target', 'warm_drafter']
 
 # %% ../nbs/14c_pipeline.ipynb #14c-pipeline-001
 import copy, functools, threading, time
@@ -150,7 +150,7 @@ def feed(reader: TargetSide, exchange: Exchange, slots, batch_of, cfg: TrainConf
     except Stopped: pass
     finally: dog.quiet()
 
-def draw(side: DrafterSide, exchange: Exchange, step: int, dog: Watchdog):
+def train_share(side: DrafterSide, exchange: Exchange, step: int, dog: Watchdog):
     "A drafter's share of one step: (LossOut sums, items)."
     outs, items = [], []
     side.zero()
@@ -215,7 +215,8 @@ def update_and_read(side: DrafterSide, outs, step, sides, read):
     out = combine([map_tensors(lambda t: t.to(side.device), o) for o in outs])
     told = side.update(out, step)
     side.mark()
-    return dict(lr=told["lr"], noise=told["noise"]) | step_metrics(out, told["norm"], told["refused"]) if read else None
+    applied = told["applied"]()
+    return dict(lr=told["lr"], noise=told["noise"], noise_applied=applied) | step_metrics(out, told["norm"], told["refused"]) if read else None
 
 # %% ../nbs/14c_pipeline.ipynb #14c-pipeline-029
 class _Pipeline:
@@ -315,7 +316,7 @@ class Threads(_Pipeline):
 
     def gradients(self, step):
         "Gradient sums of the whole step, the same in every replica."
-        each = self.run([(w, draw, s, self.exchange, step, self.dog) for w, s in zip(self._drafters, self.sides)])
+        each = self.run([(w, train_share, s, self.exchange, step, self.dog) for w, s in zip(self._drafters, self.sides)])
         self._outs, items = [out for out, _ in each], [x for _, xs in each for x in xs]
         self.guard.pending = [flags for flags, _ in items]
         self._spans = [span for _, span in items]

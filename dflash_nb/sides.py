@@ -4,20 +4,21 @@
 
 # %% auto #0
 __all__ = ['map_tensors', 'Inputs', 'SideClock', 'span_seconds', 'FeatureCache', 'make_inputs', 'TargetSide', 'add_gradients',
-           'apply_update', 'with_noise', 'static_gradients', 'DrafterSide']
+           'apply_update', 'with_noise', 'static_gradients', 'DrafterSide', 'prepare_runner']
 
 # %% ../nbs/14b_sides.ipynb #14b-sides-001
-import copy, math, subprocess, threading, time
+import functools, threading, time
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields, is_dataclass, replace
 import torch
 from .blocks import Blocks, make_blocks
 from .config import ConfigError, TrainConfig
-from .data import StateGuard
-from .drafter import Drafter, own_head
+from .data import StateGuard, clean_states
+from .drafter import Drafter
+from .graphs import make_runner
 from .losses import block_loss, needs_teacher, teacher_states
-from .noise import add_noise, step_seed, strength_at
-from .optim import clip_gradients, guarded_step, lr_at, make_optimizer, set_lr
+from .noise import NoiseProbe, add_noise, check_noise, step_seed, strength_at
+from .optim import clip_gradients, guarded_step, lr_at, make_optimizer
 from .target import Target
 
 # %% ../nbs/14b_sides.ipynb #14b-sides-008
@@ -81,22 +82,24 @@ class FeatureCache:
 
     def read(self,
         batch,  # Batch
-    ):
-        "Features [R,T,F] and final states [R,T,D] (None where the loss reads none)."
-        if not self.keeps: return self._ask(batch.ids_RT, batch.pos_RT)
+    ) -> tuple:
+        "(rows with non-finite states [R], features [R,T,F], final states [R,T,D] where the loss reads them), bad numbers zeroed."
+        if not self.keeps: return self._ask(batch.ids_RT, batch.pos_RT, batch.doc_RT)
         found = [self._row(batch, r) for r in range(len(batch.ids_RT))]
-        return tuple(None if x[0] is None else x[0] if len(x) == 1 else torch.cat(x) for x in zip(*found))
+        return tuple(x[0] if len(x) == 1 else torch.cat(x) for x in zip(*found))
 
-    def _ask(self, ids_RT, pos_RT): return self.target.features(ids_RT, pos_RT, self.cfg.target_layer_ids, final=self.final)
+    def _ask(self, ids_RT, pos_RT, doc_RT):
+        feats_RTF, final_RTD = self.target.features(ids_RT, pos_RT, self.cfg.target_layer_ids, final=self.final)
+        return clean_states(doc_RT, feats_RTF, *([] if final_RTD is None else [final_RTD]))
 
     def _row(self, batch, r):
         key = int(batch.row_ids[r])
         if key in self.rows: return self.rows[key]
-        pair = self._ask(batch.ids_RT[r:r + 1], batch.pos_RT[r:r + 1])
-        size = sum(x.nbytes for x in pair if x is not None)
+        row = self._ask(batch.ids_RT[r:r + 1], batch.pos_RT[r:r + 1], batch.doc_RT[r:r + 1])
+        size = sum(x.nbytes for x in row)
         with self._lock:
-            if size <= self.room and key not in self.rows: self.rows[key], self.room = pair, self.room - size
-        return pair
+            if size <= self.room and key not in self.rows: self.rows[key], self.room = row, self.room - size
+        return row
 
 # %% ../nbs/14b_sides.ipynb #14b-sides-018
 def make_inputs(
@@ -124,9 +127,8 @@ class TargetSide:
         batch,  # Batch of a micro-batch, on the device
     ):
         "(batch, features [R,T,F], final states [R,T,D] or None) with bad rows dropped."
-        feats_RTF, final_RTD = self.features.read(batch)
-        batch, feats_RTF, *final = self.guard(batch, feats_RTF, *([] if final_RTD is None else [final_RTD]))
-        return batch, feats_RTF, final[0] if final else None
+        bad_R, feats_RTF, *final = self.features.read(batch)
+        return self.guard.drop(batch, bad_R), feats_RTF, final[0] if final else None
 
     def read(self, batch) -> Inputs:
         with self.clock(): return make_inputs(*self.states(batch), self.cfg)
@@ -140,7 +142,7 @@ def add_gradients(
     with side.autocast():
         slots_RNBD = side.io.embed(inputs.blocks.ids_RNB) if inputs.slots_RNBD is None else inputs.slots_RNBD
         h_RNBD = side.drafter(side.drafter.context(inputs.feats_RTF), inputs.pos_RT, slots_RNBD, inputs.blocks)
-        out = block_loss(h_RNBD, inputs.blocks, side.io, side.cfg, inputs.teacher_RNBD)
+        out = block_loss(h_RNBD, inputs.blocks, side.io, side.cfg, inputs.teacher_RNBD, compiled=side.drafter.compiled)
     out.total.backward()
     return out.detach()
 
@@ -161,16 +163,20 @@ def with_noise(
     step: int,   # optimizer steps done
     micro: int,  # number inside the step
 ) -> Inputs:
-    "Inputs with noise on a copy of the features or slots; the same object where the strength is 0."
+    "Inputs with noise on a copy of the features or slots; the same object where the config asks for none."
     cfg = side.cfg
+    if not cfg.noise.strength: return inputs
     strength = strength_at(cfg.noise, step, cfg.steps)
-    side.applied.append(strength)
-    on_slots = cfg.noise.where == "embed" and cfg.noise.strength
-    if not (strength or on_slots): return inputs
     rng = torch.Generator(side.device).manual_seed(step_seed(cfg.seed, step, micro)) if strength else None
-    if not on_slots: return replace(inputs, feats_RTF=add_noise(inputs.feats_RTF, cfg.noise, strength, rng))
+    if cfg.noise.where == "features":
+        noisy = add_noise(inputs.feats_RTF, cfg.noise, strength, rng)
+        side.probe.measure(inputs.feats_RTF, noisy)
+        return replace(inputs, feats_RTF=noisy)
     with side.autocast(): slots_RNBD = side.io.embed(inputs.blocks.ids_RNB)
-    return replace(inputs, slots_RNBD=add_noise(slots_RNBD, cfg.noise, strength, rng, only=(inputs.blocks.ids_RNB == cfg.mask_token_id)[..., None]))
+    only = (inputs.blocks.ids_RNB == cfg.mask_token_id)[..., None]
+    noisy = add_noise(slots_RNBD, cfg.noise, strength, rng, only=only)
+    side.probe.measure(slots_RNBD, noisy, only)
+    return replace(inputs, slots_RNBD=noisy)
 
 # %% ../nbs/14b_sides.ipynb #14b-sides-025
 def static_gradients(
@@ -185,7 +191,7 @@ def static_gradients(
     return flat
 
 class DrafterSide:
-    "One drafter with its optimizer; `micro` adds gradient sums, `update` divides, clips and steps."
+    "One drafter with its optimizer; `micro` adds gradient sums, `update` divides, clips and steps, both through a runner."
     def __init__(self,
         drafter: Drafter,
         io,                # EmbedHead it is trained with, on its device
@@ -196,27 +202,26 @@ class DrafterSide:
     ):
         self.drafter, self.io, self.cfg, self.index, self._on_fallback = drafter, io, cfg, index, on_fallback
         self.device = next(drafter.parameters()).device
-        self.optimizer = optimizer or make_optimizer(drafter, cfg)
-        self.clock, self.flat, self.applied, self._at = SideClock(self.device), None, [], None
+        capture = cfg.runner == "graph" or cfg.runner == "auto" and self.device.type == "cuda"
+        self.optimizer = optimizer or make_optimizer(drafter, cfg, capturable=capture)
+        self.probe = NoiseProbe(cfg.noise, cfg.steps, self.device) if cfg.noise.strength else None
         self.autocast = (lambda: torch.autocast(self.device.type, torch.bfloat16)) if cfg.dtype == "bfloat16" else nullcontext
+        self.clock, self.flat, self.runner, self._at = SideClock(self.device), None, None, None
 
-    def zero(self):
-        "Start a step: gradients to zero, in place."
-        if self.flat is None: self.flat = static_gradients(self.drafter)
-        else: self.flat.zero_()
-        self.applied.clear()
+    def ready(self): return self.runner or prepare_runner(self)
+    def warm_up(self, inputs): self.ready().warm_up(with_noise(self, inputs, 0, 0)); self.probe and self.probe.sent()
+    def zero(self): self.ready(); self.flat.zero_()
 
     def micro(self, inputs, step, micro):
         "Add one micro-batch's gradient sums; returns its `LossOut`."
-        with self.clock(): return add_gradients(self, with_noise(self, inputs, step, micro))
+        with self.clock(): return self.runner.micro(with_noise(self, inputs, step, micro))
 
     def update(self, out, step) -> dict:
-        "norm and refused (0-dim tensors), lr and noise of this step."
-        set_lr(self.optimizer, lr := lr_at(self.cfg, step))
-        with self.clock(): norm, refused = apply_update(self, out)
-        return dict(norm=norm, refused=refused, lr=lr, noise=strength_at(self.cfg.noise, step, self.cfg.steps))
-
-    def warm_up(self, inputs): "Make ready what the steps need."
+        "norm and refused (0-dim tensors), lr and noise of this step; applied: checks the noise that was measured."
+        lr, sums = lr_at(self.cfg, step), self.probe and self.probe.sent()
+        with self.clock(): norm, refused = self.runner.update(out, lr)
+        applied = (lambda: check_noise(self.probe, step, sums)) if self.probe else lambda: 0.
+        return dict(norm=norm, refused=refused, lr=lr, noise=strength_at(self.cfg.noise, step, self.cfg.steps), applied=applied)
 
     def mark(self):
         "Note how far this drafter's stream has come."
@@ -229,6 +234,17 @@ class DrafterSide:
         if self._at is not None: stream.wait_event(self._at)
 
     def free(self):
-        "Drop the gradients."
-        self.flat = None
+        "Drop the runner, its graphs and the gradients."
+        if self.runner is not None: self.runner.close()
+        self.flat = self.runner = self._at = None
         for p in self.drafter.parameters(): p.grad = None
+
+# %% ../nbs/14b_sides.ipynb #14b-sides-027
+def prepare_runner(
+    side: DrafterSide,
+):
+    "Make the gradients and the runner that the config asks for; `warm_up` then readies it."
+    side.flat = static_gradients(side.drafter)
+    side.runner = make_runner(side.cfg.runner, functools.partial(add_gradients, side), functools.partial(apply_update, side), side.drafter.parameters(),
+                              optimizer=side.optimizer, device=side.device, compile_parts=side.drafter.compile_parts, on_fallback=side._on_fallback)
+    return side.runner
