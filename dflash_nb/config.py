@@ -141,7 +141,7 @@ class BatchKnobs:
 class DrafterKnobs:
     "The drafter's shape and what it reads from the target."
     num_draft_layers: int = knob(5, "layers of the drafter")
-    init: str = knob("random", "random: normal weights; target: copies of the target's layers, first to last (same shapes needed)", ("random", "target"))
+    init: str = knob("random", "random: normal weights; target: copies of the target's layers, first to last (same shapes needed); drafter: a loaded drafter goes on", ("random", "target", "drafter"))
     target_layer_ids: tuple|None = knob(None, "0-based target layers whose outputs are the features; none: evenly from 1 to L-3")
     allow_last_layer: bool = knob(False, "allow the target's last layer among the features?")
     mask_token_id: int|None = knob(None, "token id of the mask slots; none: the tokenizer's mask token, else a spare embedding row")

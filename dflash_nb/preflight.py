@@ -19,14 +19,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from .checkpoint import load_drafter
+from .checkpoint import drafter_hash, load_drafter
 from .config import ConfigError, DataError, DflashError, TrainConfig
 from .data import Dataset, validation_blocks
 from .decode import generate, speculate
 from .evaluate import pooled_tau, sim_tau, walk_tau
-from .export import export_drafter, verify_export
 from .events import software_versions
-from .trainer import Callback, ProgressCB, Trainer
+from .export import export_drafter, verify_export
+from .trainer import Callback, ProgressCB, Trainer, start_config
 
 # %% ../nbs/19a_preflight.ipynb #19a-preflight-007
 def first_prompts(
@@ -129,13 +129,14 @@ def run_preflight(
     seconds:float=30.0, # whole budget; loading apart
     num_answers:int=8, # documents to learn
     max_new_tokens:int=32, # of an answer
+    drafter=None, # `Drafter` that the run goes on from
 )->Preflight:
     "Overfit, export, load, decode, compare; whatever breaks on the way is a finding."
     start = time.monotonic()
     answers = own_answers(target, first_prompts(ds, num_answers), max_new_tokens, start + 0.2 * seconds)
     numbers, findings, clock = dict(answers=len(answers)), [], _ClockCB(start + 0.6 * seconds)
     with tempfile.TemporaryDirectory(prefix="dflash-preflight-") as tmp:
-        trainer = Trainer(target, answers, overfit_config(cfg, answers), run_dir=Path(tmp) / "run", callbacks=[clock, ProgressCB(show="off")])
+        trainer = Trainer(target, answers, overfit_config(cfg, answers), run_dir=Path(tmp) / "run", callbacks=[clock, ProgressCB(show="off")], drafter=drafter)
         trainer.fit()
         numbers |= dict(steps=clock.steps, first_loss=clock.first, loss=clock.loss)
         try:
@@ -168,9 +169,10 @@ class PreflightError(DflashError, ValueError):
 def preflight_key(
     target, # `Target`
     cfg:TrainConfig, # of the run
+    drafter=None, # `Drafter` that the run goes on from
 )->str: # 16 hex digits
     "What a check is valid for: the drafter and how it is trained, the target's shape and type, versions."
-    what = [cfg.hash(), target.name, str(target.dtype), target.device.type, target.num_layers, target.hidden_size, target.vocab_size, software_versions()]
+    what = [cfg.hash(), drafter and drafter_hash(drafter), target.name, str(target.dtype), target.device.type, target.num_layers, target.hidden_size, target.vocab_size, software_versions()]
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
 
 def preflight(
@@ -181,12 +183,14 @@ def preflight(
     on_fail:str="refuse", # "refuse" raises, "warn" warns
     cache="runs/.preflight", # folder of passed checks; None: always check
     show:bool=True, # print the result?
+    drafter=None, # `Drafter` that the run goes on from; it is copied
 )->Preflight:
     "Check the whole path from training to serving in half a minute; raises `PreflightError` or warns when it does not hold."
     if on_fail not in ("refuse", "warn"): raise ConfigError(f"on_fail={on_fail!r}: choose refuse or warn")
     if not seconds > 0: raise ConfigError(f"seconds={seconds!r}: give a budget > 0")
-    key = preflight_key(target, cfg)
-    found = _cached(cache, key) or run_preflight(target, ds, cfg, seconds)
+    cfg = start_config(cfg, drafter, target)
+    key = preflight_key(target, cfg, drafter)
+    found = _cached(cache, key) or run_preflight(target, ds, cfg, seconds, drafter=drafter)
     found.key = key
     if show: print(found, flush=True)
     if found.ok and not found.cached and cache is not None: _keep(cache, found)
