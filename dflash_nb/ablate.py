@@ -45,11 +45,11 @@ class SharedReader(TargetSide):
     def __init__(self,
         target, # `Target`
         cfgs, # resolved configs with equal `share_key`
-        kept=None, # a `FeatureCache` or a store on disk; None: memory, as configured
+        kept=lambda layers: None, # layers -> a store, such as a `FeatureStore`; None: memory, as configured
     ):
         self.layers = tuple(sorted({i for c in cfgs for i in c.target_layer_ids}))
         union = cfgs[0] | dict(target_layer_ids=self.layers, allow_last_layer=any(c.allow_last_layer for c in cfgs))
-        kept = kept or FeatureCache(target, union)
+        kept = kept(self.layers) or FeatureCache(target, union)
         kept.final = any(needs_teacher(c) for c in cfgs)
         super().__init__(target, union, kept)
 
@@ -77,7 +77,7 @@ class ArmRun:
         self.arm, self.seed, self.steps = arm, seed, steps
         self.cfg = arm.at(seed) | dict(steps=steps)
         self.path = Path(root)/"arms"/folder_name(arm.name)/f"seed-{seed}"
-        self.side, self.outs, self.row, self.skips = None, [], {}, 0
+        self.side, self.outs, self.row, self.skips, self.warm = None, [], {}, 0, False
 
     @property
     def name(self): return f"{self.arm.name}, seed {self.seed}"
@@ -85,7 +85,9 @@ class ArmRun:
     def ended(self): return any((self.path/f).exists() for f in ("result.json", "failed.json"))
     def saved_steps(self): return set(scan_states(self.path/"checkpoints")[0])
     def open(self, target, device, step): return open_run(self, target, device, step)
-    def close(self): self.side, self.outs = None, []
+    def close(self):
+        if self.side: self.side.free()
+        self.side, self.outs = None, []
 
 # %% ../nbs/18_ablate.ipynb #18-ablate-013
 def open_run(
@@ -100,7 +102,7 @@ def open_run(
     if run.cfg.init == "target": copy_target_layers(d, target)
     run.side = DrafterSide(d, own_head(target, d).io(device), run.cfg)
     if step: load_state(run.path/"checkpoints", step).restore(d, run.side.optimizer)
-    run.bytes = 16 * sum(p.numel() for p in d.parameters())
+    run.warm, run.bytes = False, 16 * sum(p.numel() for p in d.parameters())
     return run
 
 def save_run(
@@ -163,14 +165,15 @@ def _anchor_key(cfg): return tuple(getattr(cfg, k) for k in ANCHORS[:2])
 def _micro(run, reader, batch, feats_RTF, final_RTD, step, i):
     "One micro-batch of one arm."
     with run.side.clock(): inputs = make_inputs(batch, reader.pick(feats_RTF, run.cfg.target_layer_ids), final_RTD, run.cfg)
-    return run.side.micro(inputs.to(run.side.device), step, i)
+    if not run.warm: run.side.warm_up(inputs); run.warm = True
+    return run.side.micro(inputs, step, i)
 
 def _finish_step(run, step, target_s):
     "Update and metrics of one arm; raises after too many refused steps in a row."
     out = combine(run.outs)
     told = run.side.update(out, step)
     row = dict(step=step + 1, lr=told["lr"], noise=told["noise"]) | step_metrics(out, told["norm"], told["refused"])
-    if "noise_applied" in told: row["noise_applied"] = told["noise_applied"]
+    if run.side.probe: row["noise_applied"] = told["applied"]()
     run.skips = run.skips + 1 if row["skipped"] else 0
     if run.skips > 3: raise DataError(f"{run.skips} steps in a row refused as non-finite: loss {row['loss']:.4g}, gradient norm {row['grad_norm']:.4g}")
     return row | dict(tokens=run.cfg.token_budget, target_s=target_s, drafter_s=run.side.clock.take())
@@ -261,7 +264,7 @@ def train_group(
     train, val = sweep.ds.split(cfg.val_share, cfg.seed)
     packed = pack(train, cfg.row_len)
     val = validation_blocks(val, cfg.row_len, cfg.val_anchors, cfg.seed) if len(val) and cfg.val_anchors else []
-    reader = SharedReader(target, [r.cfg for r in todo], sweep.options["features"](target, [r.cfg for r in todo]))
+    reader = SharedReader(target, [r.cfg for r in todo], lambda layers: sweep.options["features"](target, [r.cfg for r in todo], layers, packed))
     looks = Looks(sweep, reader, val)
     for step, waiting in common_step(todo):
         while waiting and not sweep.stopping.is_set():
@@ -417,7 +420,7 @@ def plan_sweep(
                   max_new_tokens=max_new_tokens, walk_docs=walk_docs, base=cfg.to_dict(),
                   arms=[dict(name=a.name, delta=a.delta, hash=a.hash, shift=a.shift) for a in plan.arms], collapsed=[list(c) for c in plan.collapsed])
     steps = _claim(path, wanted, resume, lambda: budget_steps(target, plan, train, budget))
-    if features is None: features = lambda target, cfgs: None
+    if features is None: features = lambda *_: None
     return Sweep(target, train, kept, list(prompts), plan, seeds, steps, path, names, dict(max_new_tokens=max_new_tokens, walk_docs=walk_docs, max_drafters=max_drafters, features=features))
 
 # %% ../nbs/18_ablate.ipynb #18-ablate-034
@@ -458,7 +461,7 @@ def ablate(
     walk_docs:int=8, # held-out documents walked at each evaluation; 0: none
     devices="auto", # the target's, a device, or several
     max_drafters="auto", # drafters that train at one time; auto: as memory allows
-    features=None, # (target, configs) -> store of features, e.g. `disk_features(folder)`; None: memory, as cfg.feature_cache says
+    features=None, # where features are kept, e.g. `disk_features(folder)`; None: memory, as cfg.feature_cache says
     twin:str=None, # adds an arm of that name: the base with other seeds, which no test should call different
     resume:bool=False, # go on with the sweep in `sweep_dir`?
     show:str="auto", # progress: auto, bar, lines or off
@@ -473,7 +476,7 @@ def run_sweep(
     show:str="auto", # auto, bar, lines or off
 )->Ablation:
     "Train what is not finished yet; Ctrl-C, SIGTERM or `ask(dir, 'stop')` end at a step edge with checkpoints."
-    sweep.done = sum(len(read_rows(r.path/"rows.jsonl")) for r in sweep.runs)
+    sweep.done = sum(r.steps if r.ended else max(r.saved_steps(), default=0) for r in sweep.runs)
     log = sweep.log = EventLog(sweep.path, config=sweep.plan.arms[0].cfg, steps=sweep.total, step=sweep.done, target=sweep.target.name, devices=list(sweep.devices),
                                arms=[a.name for a in sweep.plan.arms], seeds=list(sweep.seeds))
     outcome = "failed"
