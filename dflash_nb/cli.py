@@ -9,7 +9,7 @@ __all__ = ['DONE', 'FAILED', 'BAD_INPUT', 'STOPPED', 'EXIT_CODES', 'DEMO', 'run_
 
 # %% ../nbs/30_cli.ipynb #30-cli-001
 import argparse, dataclasses, difflib, json, os, re, shlex, signal, sys, threading, time
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from .config import ConfigError, DataError, DflashError, NoiseConfig, TrainConfig, load_config
 
@@ -130,9 +130,10 @@ def train_parser() -> argparse.ArgumentParser:
     "Options of dflash_train."
     p = _Parser("dflash_train", allow_abbrev=False, epilog=EXIT_CODES, description="Train a DFlash drafter for a frozen target; watch it, stop it with Ctrl-C, continue it with --resume.")
     p.add_argument("--target", help="nano (ships with the package), smollm2, a Hugging Face id, a folder or a .gguf file (default: nano)")
-    p.add_argument("--data", help="chats, .jsonl or .json: {\"messages\": [...]} | {\"text\": ...} | {\"input_ids\": ..., \"loss_mask\": ...} (default: the packaged prompts)")
+    p.add_argument("--data", help="chats, .jsonl or .json: {\"messages\": [...]} | {\"text\": ...} | {\"input_ids\": ..., \"loss_mask\": ...}, or - for a pipe of such lines (default: the packaged prompts)")
     p.add_argument("--run_dir", help="directory of the run, must not hold a run yet (default: the first free runs/train-N)")
     p.add_argument("--max_length", help="tokens a chat is cut to, or none (default: none)")
+    p.add_argument("--drafter", metavar="DIR", help="go on from this drafter (z-lab's or speculators' folder, a folder of this package, a run), with the embedding and head that it owns; its shape fills the config")
     p.add_argument("--resume", metavar="RUN_DIR", help="continue this run from its newest complete checkpoint; config options given beside it are changes")
     p.add_argument("--device", default="auto", help="cpu, cuda, cuda:1, ... (default: auto, the first GPU or the CPU)")
     p.add_argument("--config", metavar="FILE", help="TrainConfig as .yaml or .json; options given beside it win")
@@ -171,14 +172,17 @@ def _quiet():
         import functools, transformers.modeling_gguf_pytorch_utils as gguf
         gguf.tqdm = functools.partial(gguf.tqdm, disable=True)
 
-def _check_path(option: str, path: str):
-    "A file that an option names must exist."
-    if not Path(path).is_file(): raise DataError(f"{option} {path!r}: {'no regular file' if Path(path).exists() else 'no such file'}; give a .jsonl or .json file of chats")
+def _check_path(option: str, path: str) -> str:
+    "A file or a pipe that an option names must exist; `-` is what is piped into the command."
+    if path == "-": path = "/dev/stdin"
+    if Path(path).is_dir() or not Path(path).exists(): raise DataError(f"{option} {path!r}: {'a folder' if Path(path).is_dir() else 'no such file'}; give a .jsonl or .json file of chats, or - for a pipe of JSON lines")
+    if path == "/dev/stdin" and sys.stdin is not None and sys.stdin.isatty(): raise DataError(f"{option} -: nothing is piped into this command; give a file of chats")
+    return path
 
 def _check_run_dir(path: Path):
     "Refuse a run directory that holds a run or cannot be written, before anything is loaded."
-    from dflash_nb.events import new_run_dir
-    if path.is_file() or (path/"events.jsonl").exists() or (path/"checkpoints").exists(): new_run_dir(path)
+    from dflash_nb.events import holds_run, new_run_dir
+    if path.is_file() or holds_run(path): new_run_dir(path)
     there = next(p for p in (path, *path.absolute().parents) if p.exists())
     if not there.is_dir(): raise ConfigError(f"run_dir {str(path)!r}: {str(there)!r} is a file; give another directory")
     if not os.access(there, os.W_OK | os.X_OK): raise ConfigError(f"run_dir {str(path)!r}: {str(there)!r} cannot be written; give another directory")
@@ -196,23 +200,29 @@ def _new_trainer(args):
     max_length = read_value(args.max_length) if args.max_length else None
     if not (max_length is None or isinstance(max_length, int)): raise ConfigError(f"max_length={args.max_length!r}: give tokens as a whole number, or none")
     run_dir = Path(args.run_dir) if args.run_dir else free_run_dir()
-    if args.data: _check_path("--data", args.data)
+    if args.data: args.data = _check_path("--data", args.data)
+    if args.drafter and not Path(args.drafter).is_dir(): raise DataError(f"--drafter {args.drafter!r}: no such folder; give a drafter folder or a run directory")
     _check_run_dir(run_dir)
     with stage("importing torch and transformers"):
+        from dflash_nb.checkpoint import load_drafter
         from dflash_nb.data import encode_chats, load_chats
         from dflash_nb.target import asset, load_target
-        from dflash_nb.trainer import Trainer
+        from dflash_nb.trainer import Trainer, start_config
         _quiet()
     device = _check_device(args.device)
-    rows = load_chats(args.data or asset("prompts.jsonl"))
-    with stage(f"loading target {args.target or 'nano'} on {device}"): target = load_target(args.target or "nano", device=device)
+    drafter = load_drafter(args.drafter) if args.drafter else None
+    name = args.target or (drafter.cfg.target_name if drafter else "nano")
+    if not name: raise ConfigError(f"--drafter {args.drafter!r} does not say which target it was trained for: give --target")
+    with stage(f"reading {args.data}") if args.data else nullcontext(): rows = load_chats(args.data or asset("prompts.jsonl"))
+    with stage(f"loading target {name} on {device}"): target = load_target(name, device=device)
+    start_config(cfg, drafter, target)  # contradictions are refused before the chats are encoded
     with stage(f"encoding {len(rows)} chats"): ds = encode_chats(rows, target, max_length=max_length)
     print(ds.report, flush=True)
-    return Trainer(target, ds, cfg, run_dir=run_dir)
+    return Trainer(target, ds, cfg, run_dir=run_dir, drafter=drafter)
 
 def _resumed_trainer(args):
     "Build the trainer of an existing run; the run fixes target and data."
-    for name in ("target", "data", "run_dir", "max_length", "config"):
+    for name in ("target", "data", "run_dir", "max_length", "config", "drafter"):
         if getattr(args, name) is not None: raise ConfigError(f"--{name} {getattr(args, name)!r} beside --resume: the run in {args.resume!r} fixes it; leave it out")
     if args.demo: raise ConfigError("--demo beside --resume: the run fixes its config; leave --demo out")
     changes = given_config(args)
@@ -223,7 +233,7 @@ def _resumed_trainer(args):
     with stage(f"reading run {args.resume}"):
         return Trainer.from_run(args.resume, changes=changes, devices="auto" if args.device == "auto" else _check_device(args.device))
 
-# %% ../nbs/30_cli.ipynb #30-cli-035
+# %% ../nbs/30_cli.ipynb #30-cli-029
 def expected_seconds(
     trainer,  # Trainer before `fit`
 ) -> float:
@@ -249,7 +259,7 @@ def _preflight(args, trainer):
     from dflash_nb.preflight import preflight, wants_preflight
     if not wants_preflight(None if asked else expected_seconds(trainer) if asked is None else 0, asked): return
     with stage("preflight: overfit, export, load, decode"):
-        preflight(trainer.target, trainer.ds, trainer.cfg, on_fail="warn" if args.preflight == "warn" else "refuse")
+        preflight(trainer.target, trainer.ds, trainer.cfg, on_fail="warn" if args.preflight == "warn" else "refuse", drafter=trainer.drafter if trainer.started_from else None)
 
 # %% ../nbs/30_cli.ipynb #30-cli-034
 def dflash_train(
@@ -274,7 +284,7 @@ def dflash_train(
         return code
     return run_command("dflash_train", body, resumable)
 
-# %% ../nbs/30_cli.ipynb #30-cli-029
+# %% ../nbs/30_cli.ipynb #30-cli-035
 def eval_parser() -> argparse.ArgumentParser:
     "Options of dflash_eval."
     p = _Parser("dflash_eval", allow_abbrev=False, epilog="exit codes: 0 done; 1 failed; 2 bad input (one line on stderr)", description="Measure a drafter's acceptance length tau in real speculative decoding.")
@@ -296,8 +306,7 @@ def read_prompts(
     limit: int = None,  # first N; None: all
 ) -> list:
     "Rows of a prompt file as they are; raises DataError for a missing, broken or empty file."
-    path = Path(path)
-    _check_path("--prompts", str(path))
+    path = Path(_check_path("--prompts", str(path)))
     try:
         text = path.read_text()
         rows = json.loads(text) if path.suffix == ".json" else [json.loads(line) for line in text.splitlines() if line.strip()]

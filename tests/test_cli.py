@@ -192,7 +192,7 @@ def test_resume_with_a_change(files, capsys, tmp_path):
 
 
 def test_an_unexpected_failure_is_exit_code_1(files, monkeypatch, capsys, tmp_path):
-    import dflash_nb.trainer as module
+    import dflash_nb.sides as module
 
     def boom(*a, **k):
         raise RuntimeError("boom")

@@ -1,14 +1,17 @@
 "A run goes on from a released drafter: its shape, its own embedding and head, exact resumes, what is refused, what is served."
 import json
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny import tiny_model, tiny_target
+from tiny import byte_tokenizer, tiny_model, tiny_target
 
+from dflash_nb import cli
 from dflash_nb.blocks import make_blocks
 from dflash_nb.callbacks import Callback, ProgressCB
 from dflash_nb.checkpoint import CheckpointError, copy_drafter, drafter_hash, load_drafter, save_drafter
@@ -20,7 +23,7 @@ from dflash_nb.events import latest, read_events
 from dflash_nb.export import export_drafter, verify_export
 from dflash_nb.losses import block_loss
 from dflash_nb.preflight import preflight, preflight_key
-from dflash_nb.target import Target
+from dflash_nb.target import Target, load_target
 from dflash_nb.trainer import Trainer
 
 torch.set_num_threads(1)
@@ -222,3 +225,63 @@ def test_preflight_checks_the_drafter_that_goes_on(target, ds, tmp_path):
     found = preflight(target, ds, TrainConfig(), seconds=3., cache=tmp_path, show=False, drafter=d)
     assert found.ok and found.numbers["walk_tau"] == found.numbers["tau"]
     assert len({preflight_key(target, CFG, x) for x in (None, d, drafter_of(target, seed=2), drafter_of(target))}) == 4
+
+
+# ---- the command
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    "A tiny target's folder, twenty chats, and a drafter released for it as z-lab does."
+    path = tmp_path_factory.mktemp("files")
+    tiny_model("llama").save_pretrained(path / "target")
+    byte_tokenizer().save_pretrained(path / "target")
+    turns = [dict(role="user", content="count"), dict(role="assistant", content="one two three four five six seven")]
+    (path / "chats.jsonl").write_text(f"{json.dumps(dict(messages=turns))}\n" * 20)
+    zlab_folder(drafter_of(tiny_target("llama"), own=TABLES), path / "released")
+    save_drafter(drafter_of(load_target(str(path / "target"))), path / "named")
+    return path
+
+
+def command(files, *argv, drafter="released", target=True, data=None):
+    where = ["--target", str(files / "target")] if target else []
+    small = "--row_len 96 --token_budget 96 --num_anchors 8 --steps 2".split()
+    return cli.dflash_train(["--drafter", str(files / drafter), "--data", data or str(files / "chats.jsonl"), *where, *small, *argv])
+
+
+def test_the_command_goes_on_from_a_drafter_and_resumes(files, tmp_path, capsys):
+    run = str(tmp_path / "run")
+    assert command(files, "--run_dir", run, "--preflight", "no") == 0
+    out = capsys.readouterr().out
+    assert f"of {files / 'released'}, with its own embed_tokens and lm_head" in out and "block 6 anchor-first" in out
+    assert cli.dflash_train(["--resume", run, "--steps", "3"]) == 0
+    assert set(load_drafter(run).own) == set(TABLES)
+    assert cli.dflash_eval([run, "--prompts", str(files / "chats.jsonl"), "--num_prompts", "2", "--max_new_tokens", "8"]) == 0
+    assert command(files, "--run_dir", str(tmp_path / "named"), "--preflight", "yes", drafter="named", target=False) == 0
+    assert "preflight passed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("argv, kw, said", [
+    (["--block_size", "8"], {}, "block_size=8 against the drafter's 6"),
+    ([], dict(target=False), "does not say which target"),
+    ([], dict(drafter="nowhere"), "no such folder"),
+    ([], dict(drafter="target"), "not a DFlash drafter"),
+    (["--init", "target"], {}, "init='target'"),
+    (["--loss", "fkl"], {}, "owns its head"),
+    (["--resume", "nowhere"], dict(target=False), "beside --resume"),
+], ids=str)
+def test_what_the_command_refuses(files, tmp_path, capsys, argv, kw, said):
+    run = [] if "--resume" in argv else ["--run_dir", str(tmp_path / "run")]
+    assert command(files, *run, *argv, **kw) == 2
+    err = capsys.readouterr().err
+    assert said in err and err.count("\n") == 1 and not (tmp_path / "run").exists()
+
+
+def test_chats_may_come_through_a_pipe(files, tmp_path):
+    code = "import sys; from dflash_nb.cli import dflash_train; sys.exit(dflash_train())"
+    argv = [sys.executable, "-c", code, "--data", "-", "--target", str(files / "target"), "--drafter", str(files / "released"),
+            "--run_dir", str(tmp_path / "run"), "--steps", "1", "--row_len", "96"]
+    with open(files / "chats.jsonl") as chats:
+        cat = subprocess.Popen(["cat"], stdin=chats, stdout=subprocess.PIPE)
+        out = subprocess.run(argv, stdin=cat.stdout, capture_output=True, text=True)
+    assert out.returncode == 0 and "20 chats" in out.stdout, out.stderr[-500:]

@@ -7,12 +7,13 @@ import pytest
 import torch
 
 from dflash_nb import cli, status
+from dflash_nb.callbacks import progress_mode
 from dflash_nb.checkpoint import CheckpointError
 from dflash_nb.config import ConfigError, DataError, TargetError, TrainConfig, load_config
 from dflash_nb.evaluate import prompt_ids
 from dflash_nb.events import new_run_dir
 from dflash_nb.target import load_target
-from dflash_nb.trainer import Callback, ProgressCB, Trainer, progress_mode, toy_data, toy_target
+from dflash_nb.trainer import Callback, ProgressCB, Trainer, toy_data, toy_target
 
 SHAPE = dict(block_size=4, num_anchors=4, num_draft_layers=1, mask_token_id=63, row_len=64, token_budget=64, val_share=0.0, steps=2)
 
@@ -102,7 +103,7 @@ def test_a_huge_seed_of_eval_is_named(capsys):
 
 def test_a_folder_as_data(tmp_path, capsys):
     assert cli.dflash_train(["--data", str(tmp_path)]) == 2
-    assert "no regular file" in capsys.readouterr().err
+    assert "a folder; give a .jsonl" in capsys.readouterr().err
 
 
 def test_an_architecture_that_transformers_does_not_know(tmp_path):
