@@ -255,7 +255,15 @@ class _Pipeline:
 class Alone(_Pipeline):
     "Target and drafter by turns in the calling thread."
     threads = False
-    def start(self, step, stage): pass
+    def start(self,
+        step: int,  # first step
+        stage,      # context manager factory: names what start-up does
+    ):
+        "Ready the runner; an eager one needs no warm-up."
+        if self.lead.ready().name == "eager": return
+        batch = self.batch_of(step).micro(0, self.cfg.micro_rows)
+        with stage("warm target"): inputs = warm_target(self.readers[0], batch)
+        with stage("warm drafter"): warm_drafter(self.lead, inputs)
 
     def gradients(self, step):
         "Gradient sums of the whole step."

@@ -142,7 +142,7 @@ def add_gradients(
     with side.autocast():
         slots_RNBD = side.io.embed(inputs.blocks.ids_RNB) if inputs.slots_RNBD is None else inputs.slots_RNBD
         h_RNBD = side.drafter(side.drafter.context(inputs.feats_RTF), inputs.pos_RT, slots_RNBD, inputs.blocks)
-        out = block_loss(h_RNBD, inputs.blocks, side.io, side.cfg, inputs.teacher_RNBD, compiled=side.drafter.compiled)
+        out = block_loss(h_RNBD, inputs.blocks, side.io, side.cfg, inputs.teacher_RNBD, fast=side.drafter.compiled)
     out.total.backward()
     return out.detach()
 
@@ -202,7 +202,7 @@ class DrafterSide:
     ):
         self.drafter, self.io, self.cfg, self.index, self._on_fallback = drafter, io, cfg, index, on_fallback
         self.device = next(drafter.parameters()).device
-        capture = cfg.runner == "graph" or cfg.runner == "auto" and self.device.type == "cuda"
+        capture = cfg.runner in ("auto", "graph") and self.device.type == "cuda"
         self.optimizer = optimizer or make_optimizer(drafter, cfg, capturable=capture)
         self.probe = NoiseProbe(cfg.noise, cfg.steps, self.device) if cfg.noise.strength else None
         self.autocast = (lambda: torch.autocast(self.device.type, torch.bfloat16)) if cfg.dtype == "bfloat16" else nullcontext

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['MAX_STORED_DATA', 'FIXED', 'interrupts', 'store_data', 'stored_data', 'config_changes', 'Record', 'start_config',
-           'StartCB', 'build_pipeline', 'note_fallback', 'store_run', 'save_checkpoint', 'validate', 'run_status',
-           'describe', 'continue_run', 'Trainer', 'start_in_background', 'wait_for_end', 'await_end', 'terminate_saves',
-           'toy_target', 'toy_data', 'plot_history']
+           'StartCB', 'build_pipeline', 'note_runners', 'note_fallback', 'store_run', 'save_checkpoint', 'validate',
+           'run_status', 'describe', 'continue_run', 'Trainer', 'start_in_background', 'wait_for_end', 'await_end',
+           'terminate_saves', 'toy_target', 'toy_data', 'plot_history']
 
 # %% ../nbs/15_trainer.ipynb #15-trainer-001
 import asyncio, atexit, json, os, shlex, signal, sys, threading, time, traceback, weakref
@@ -23,10 +23,10 @@ from .data import Dataset, batches, pack, validation_blocks
 from .drafter import HEAD, Drafter, copy_target_layers, own_head
 from .evaluate import sim_tau
 from .events import EventLog, holds_run, latest, new_run_dir, read_events, software_versions, write_json
-from .gpus import wait_for_gpus
+from .gpus import gpu_memory, wait_for_gpus
 from .losses import needs_teacher
 from .optim import nonfinite_gradients
-from .pipeline import Alone, Threads, own_modes, place, replicate_drafter, replicate_target
+from .pipeline import Alone, Threads, differing, own_modes, place, replicate_drafter, replicate_target
 from .sides import DrafterSide, FeatureCache, TargetSide
 from .target import choose_mask_token, load_target
 from .threads import Watchdog, Worker, WorkerError
@@ -136,6 +136,7 @@ class _Parts:
         self.stage, self.log, self.record, self.notes, self.resumed, self.saved, self.dog = "start", None, None, [], False, None, None
         self._stop, self._paused, self._want, self._ready = (threading.Event() for _ in range(4))
         self._reason, self._thread, self._lead, self._lock = "", None, None, threading.Lock()
+        self._gauged, self.ran = 0., {}
 
     def run_callbacks(self, event): run_callbacks(self.callbacks, event, self)
 
@@ -183,6 +184,14 @@ def build_pipeline(
     sides = [DrafterSide(d, own_head(t.target, d).io(n), cfg, index=i, on_fallback=lambda *a, n=n: note_fallback(t, n, *a)) for i, (d, n) in enumerate(zip(drafters, places.drafter))]
     return (Threads if places.threads else Alone)(readers, sides, t.packed, cfg)
 
+def note_runners(t):
+    "What runs each drafter's step, for the events, the status and the report."
+    runners = [s.runner for s in t.line.sides]
+    t.ran = dict(name=runners[0].name, counts={k: sum(r.counts[k] for r in runners) for k in runners[0].counts})
+    for s in t.line.sides:
+        for what, key in (("capture", "captures"), ("compile", "compiles")):
+            if s.runner.counts[key]: t.log.graph(s.device, what, count=s.runner.counts[key])
+
 def note_fallback(t, device, was, runs, reason):
     "A runner that could not be made ready is said once, with the reason."
     t.notes.append(f"{device}: runner {was} failed, {runs} runs instead: {reason}")
@@ -225,7 +234,7 @@ class _Steps(_Parts):
         if self.log: self.log.warning(text, step=row["step"], rows=rows, parameters=bad, lr=row["lr"])
         if self.skips_in_a_row > self.max_skips: self.stop(f"{self.skips_in_a_row} steps in a row refused; the last: {text}")
 
-# %% ../nbs/15_trainer.ipynb #15-trainer-014
+# %% ../nbs/15_trainer.ipynb #15-trainer-011
 class _Run(_Steps):
     "The run around the steps: directory, requests at step edges, checkpoints."
     def _open(self):
@@ -248,10 +257,20 @@ class _Run(_Steps):
         "Between two steps: obey requests from buttons, signals and other processes; is there another step to do?"
         self.dog.beat("between steps")
         self.log.check()
+        self._gauge()
         self._obey()
         if self._paused.is_set(): self._wait_paused()
         if self._stop.is_set(): self.log.stop(self._reason)
         return self.step < self.cfg.steps and not self._stop.is_set()
+
+    def _gauge(self):
+        "Memory of each GPU and the counts of the runners, at most once a second."
+        if time.monotonic() - self._gauged < 1: return
+        self._gauged = time.monotonic()
+        counts = [s.runner.counts for s in self.line.sides]
+        self.ran["counts"] = {k: sum(c[k] for c in counts) for k in counts[0]}
+        self.log.gauge(devices=gpu_memory(self.placement.target + self.placement.drafter), graphs=self.ran["counts"]["captures"],
+                       compiled=self.ran["counts"]["compiles"] + self.ran["counts"]["recompiles"], recompiled=self.ran["counts"]["recompiles"], runner=self.ran["name"])
 
     def _wait_paused(self):
         self.log.pause()
@@ -265,7 +284,7 @@ class _Run(_Steps):
             self._want.clear()
             self.checkpoint()
 
-# %% ../nbs/15_trainer.ipynb #15-trainer-011
+# %% ../nbs/15_trainer.ipynb #15-trainer-014
 class _Session(_Run):
     "What surrounds the loop: stages, the last checkpoint, failure, the record."
     def _begin(self):
@@ -293,7 +312,7 @@ class _Session(_Run):
         self._thread, outcome = threading.get_ident(), "failed"
         try:
             with self._guarded(), own_modes(self.device):
-                with self.in_stage("start"): self.line.start(self.step, self.in_stage)
+                with self.in_stage("start"): self.line.start(self.step, self.in_stage); note_runners(self)
                 with self.in_stage("train"):
                     self.run_callbacks("before_fit")
                     self._ready.set()
@@ -359,6 +378,7 @@ def save_checkpoint(
         if best is not None: mark_best(root, t.step, best)
         return t.saved
     start = time.perf_counter()
+    for i in differing(t.line.sides): raise TrainError(f"replica {i} on {t.line.sides[i].device} no longer equals the first one: its device computes other bits; use one kind of GPU, or one drafter")
     state = dict(config=t.cfg.to_dict(), config_hash=t.cfg.hash(), data=t.data_id, target=t.target.name, batches=t.step, skipped=t.skipped, best=t.best, versions=software_versions())
     with t.in_stage("checkpoint"): t.saved = save_state(root, t.step, t.drafter, t.optimizer, state, best=best)
     if t.log:

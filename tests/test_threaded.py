@@ -189,3 +189,66 @@ def test_a_stall_is_reported_with_all_stacks_once(tmp_path):
     said = [e for e in read_events(tmp_path / "r") if e["kind"] == "warning" and "no progress" in e["text"]]
     assert len(said) == 1 and "MainThread in between steps" in said[0]["text"] and "time.sleep(1.2)" in said[0]["stacks"]
     assert "dflash-drafter0:cpu" in said[0]["stacks"]
+
+
+# -- on a GPU ------------------------------------------------------------------------------------------------------------
+
+def cuda_target():
+    target = toy_target()
+    return type(target).from_model(target.model.cuda(), name="toy")
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("runner", ["eager", "compiled", "graph"])
+def test_one_gpu_with_two_streams_gives_the_losses_of_one_thread(tmp_path, runner):
+    cfg = LONG | dict(dtype="float32", runner=runner, micro_rows=2, noise=dict(strength=.05))
+    traces = {}
+    for name, places in (("alone", dict(target=[], drafter=["cuda:0"])), ("threads", dict(target=["cuda:0"] * 2, drafter=["cuda:0"])), ("two", dict(target=["cuda:0"], drafter=["cuda:0"] * 2))):
+        t = make(tmp_path / name, cfg | (dict(runner="eager") if name == "alone" else {}), target=cuda_target(), devices=places)
+        assert t.fit().outcome == "finished" and no_threads()
+        assert t.ran["name"] == (runner if name != "alone" else "eager"), t.notes
+        traces[name] = t.history.loss.to_numpy()
+    assert abs(traces["alone"] - traces["threads"]).max() < 1e-3 and abs(traces["alone"] - traces["two"]).max() < 1e-3
+
+
+@pytest.mark.cuda
+def test_two_hundred_steps_of_mixed_lengths_allocate_nothing_new(tmp_path):
+    from dflash_nb.scale import random_target, run_scale, scale_config
+    cfg = scale_config(200, 8, row_len=256, token_budget=1024, micro_rows=2, num_draft_layers=2)
+    seen = run_scale(random_target("tiny", device="cuda", dtype=torch.bfloat16), cfg, dict(target=["cuda:0"], drafter=["cuda:0"]), rows=64, say=print)
+    assert seen["runner"] == "graph" and seen["outcome"] == "finished", seen["notes"]
+    assert all(n == 0 for d in seen["grown"].values() for n in d.values()), seen["grown"]
+
+
+@pytest.mark.cuda
+def test_a_gpu_run_is_stopped_resumed_and_frees_its_memory(tmp_path):
+    import gc
+    target = cuda_target()
+    torch.cuda.synchronize(), gc.collect(), torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    t = make(tmp_path / "r", LONG, [At(7, lambda t: t.stop())], target=target)
+    assert t.fit().outcome == "stopped"
+    t = resume(tmp_path / "r", target=target)
+    assert t.step == 7 and t.fit().outcome == "finished"
+
+    def boom(*a):
+        raise RuntimeError("planted")
+    failing = make(tmp_path / "f", LONG, target=target)
+    failing.line.lead.update = boom
+    with pytest.raises(TrainError, match="planted") as kept:
+        failing.fit()
+    del t, failing
+    gc.collect(), torch.cuda.empty_cache()
+    assert torch.cuda.memory_allocated() - before < 2**20 and kept.value is not None
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus_give_the_losses_of_one(tmp_path):
+    cfg, traces = LONG | dict(dtype="float32", micro_rows=2), {}
+    for name, places in (("one", dict(target=["cuda:0"], drafter=["cuda:0"])), ("split", dict(target=["cuda:0"], drafter=["cuda:1"])),
+                         ("both", dict(target=["cuda:0", "cuda:1"], drafter=["cuda:0", "cuda:1"]))):
+        t = make(tmp_path / name, cfg, target=cuda_target(), devices=places)
+        assert t.fit().outcome == "finished", t.notes
+        traces[name] = t.history.loss.to_numpy()
+    assert abs(traces["one"] - traces["split"]).max() < 1e-3 and abs(traces["one"] - traces["both"]).max() < 1e-3

@@ -47,8 +47,8 @@ def make(run_dir, cfg=CFG, callbacks=(), target=TARGET, ds=None, **more):
     return Trainer(target, ds or toy_data(30), cfg, run_dir=run_dir, callbacks=[ProgressCB(show="off"), *callbacks], **more)
 
 
-def resume(run_dir, callbacks=(), **more):
-    return Trainer.from_run(run_dir, target=TARGET, callbacks=[ProgressCB(show="off"), *callbacks], **more)
+def resume(run_dir, callbacks=(), target=TARGET, **more):
+    return Trainer.from_run(run_dir, target=target, callbacks=[ProgressCB(show="off"), *callbacks], **more)
 
 
 def final(run_dir, step=10):
