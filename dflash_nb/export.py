@@ -242,7 +242,7 @@ def training_facts(
     if not (run / "run.json").exists(): raise DataError(f"training={str(run)!r}: no run there (no run.json); give a run directory, a TrainConfig or a dict")
     info, saved = json.loads((run / "run.json").read_text()), load_state(run / "checkpoints")
     cfg = TrainConfig.from_dict(saved.state["config"])
-    return dict(training_facts(cfg), steps_done=saved.step, data=info.get("data"), trained_on=info.get("target"), versions=saved.state.get("versions"))
+    return dict(training_facts(cfg), steps_done=saved.step, data=info.get("data"), trained_on=info.get("target"), went_on_from=info.get("drafter"), versions=saved.state.get("versions"))
 
 def _numbers(report):
     "The numbers of an `EvalReport` that a card shows."

@@ -127,6 +127,7 @@ def test_a_released_drafter_goes_on_stops_resumes_and_is_served(target, ds, tmp_
         out = export_drafter(saved, tmp_path / format, format, target=target, training=tmp_path / "part")
         assert not verify_export(out, target, drafter=saved, max_new_tokens=8, show=False).failed
         assert set(first.own) <= set(load_file(out / "model.safetensors"))
+        assert f'went on from: {{"source": "{folder}", "hash": "{drafter_hash(first)}"' in (out / "README.md").read_text()
     report = evaluate(whole.drafter, target, [[5, 6, 7], [80, 81, 82]], max_new_tokens=12)
     assert report.lossless and report.tau >= 1
 
