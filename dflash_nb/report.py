@@ -195,10 +195,10 @@ _RULES = """
 .dfl-bar{height:10px;border-radius:5px;background:var(--dfl-fill);border:1px solid var(--dfl-line);overflow:hidden;margin:6px 0 2px} .dfl-bar i{display:block;height:100%;background:var(--dfl-a)}
 .dfl-stages{display:flex;flex-wrap:wrap;gap:4px 0;list-style:none;margin:4px 0!important;padding:0!important} .dfl-stages li{margin:0!important;padding:0 9px 0 0;white-space:nowrap}
 .dfl-stages li+li:before{content:"\\2192";color:var(--dfl-dim);padding-right:9px} .dfl-stages li[aria-current]{font-weight:600}
-.dfl-tiles{display:flex;flex-wrap:wrap;gap:4px 18px;margin:6px 0!important;font-variant-numeric:tabular-nums} .dfl-tiles div{min-width:62px}
-.dfl-tiles dt{color:var(--dfl-dim);font-size:11px;font-weight:400;margin:0!important;padding:0;cursor:help} .dfl-tiles dd{margin:0!important;padding:0;font-size:15px;font-weight:600;white-space:nowrap} .dfl-tiles small{font-weight:400;color:var(--dfl-dim);font-size:11px}
-.dfl-charts{display:flex;flex-wrap:wrap;gap:8px} .dfl-charts figure{flex:1 1 270px;margin:0;min-width:0;max-width:520px} .dfl-charts svg{width:100%;height:auto;display:block}
-.dfl-charts figcaption{display:flex;flex-wrap:wrap;gap:0 10px;font-size:12px} .dfl-charts text{fill:var(--dfl-dim);font-size:10px;font-family:inherit}
+.dfl-tiles{display:flex;flex-wrap:wrap;gap:4px 18px;margin:6px 0;font-variant-numeric:tabular-nums} .dfl-tiles>div{min-width:62px}
+.dfl-name{color:var(--dfl-dim);font-size:11px;cursor:help} .dfl-value{font-size:15px;font-weight:600;white-space:nowrap} .dfl-tiles small{font-weight:400;color:var(--dfl-dim);font-size:11px}
+.dfl-charts{display:flex;flex-wrap:wrap;gap:8px} .dfl-charts figure{flex:1 1 235px;margin:0;min-width:0;max-width:400px} .dfl-charts svg{width:100%;height:auto;display:block}
+.dfl-charts figcaption{display:flex;flex-wrap:wrap;gap:0 10px;font-size:12px} .dfl-charts text{fill:var(--dfl-dim);font-size:11px;font-family:inherit}
 .dfl-wide{overflow-x:auto} .dfl table.dfl-devices{border-collapse:collapse;margin:4px 0;font-size:12px;font-variant-numeric:tabular-nums;color:inherit;border:0} .dfl-devices caption{text-align:left;padding:2px 0}
 .dfl .dfl-devices td,.dfl .dfl-devices th{padding:1px 12px 1px 0;text-align:left;border:0;background:none;white-space:nowrap;max-width:none} .dfl-devices th{color:var(--dfl-dim);font-weight:400} .dfl .dfl-devices tr{background:none}
 .dfl-load{display:inline-block;width:44px;height:7px;background:var(--dfl-fill);border:1px solid var(--dfl-line);margin-right:5px;vertical-align:middle} .dfl-load i{display:block;height:100%;background:var(--dfl-a)}
@@ -288,7 +288,7 @@ def _more(s, name) -> str:
     return f"[{_g(s.tau_ci[0])}, {_g(s.tau_ci[1])}] @{s.tau_step}" if name == "tau" and s.tau_ci else ""
 
 def _tile(name, what, value, more="") -> str:
-    return tag("div", tag("dt", esc(name), title=what), tag("dd", esc(value, 40), " ", tag("small", esc(more, 60)) if more else ""))
+    return tag("div", tag("div", esc(name), cls="name", title=what), tag("div", esc(value, 40), " ", tag("small", esc(more, 60)) if more else "", cls="value"), role="listitem")
 
 def panel_numbers(s: Status) -> str:
     "Numbers of now, each with its name; the definition shows when pointed at."
@@ -296,26 +296,29 @@ def panel_numbers(s: Status) -> str:
     per = s.seconds_per_step
     if per is not None: tiles.append(_tile("step time", "mean seconds of the newest steps", _secs(per) if per >= 1 else f"{1e3*per:.3g} ms"))
     if s.skipped: tiles.append(_tile("refused", "steps whose loss or gradient was not finite", s.skipped))
-    return tag("dl", *tiles, cls="tiles") if tiles else ""
+    return tag("div", *tiles, cls="tiles", role="list", aria_label="numbers of now") if tiles else ""
 
 # %% ../nbs/02a_report.ipynb #02a-report-035
 def flow_words(s: Status) -> str:
     "Both sides and the queue between them, and which side limits."
     if not any(_num(x) for x in s.tok_s.values()) and not s.queues: return ""
-    queue = ", ".join(f"{k} {d}/{n if n else '?'}" for k, (d, n) in s.queues.items()) or "queue ?"
-    words = f"target {_big(_num(s.tok_s['target']))} tok/s → {queue} → drafter {_big(_num(s.tok_s['drafter']))} tok/s"
+    queue = "".join(f"{k} {d}/{n if n else '?'} → " for k, (d, n) in s.queues.items())
+    words = f"target {_big(_num(s.tok_s['target']))} tok/s → {queue}drafter {_big(_num(s.tok_s['drafter']))} tok/s"
     if not s.bottleneck: return words
     return f"{words} · {s.bottleneck}" + (f", the other side waits {s.bottleneck_share:.0%}" if s.bottleneck_share is not None else "")
 
 def _n(n, word) -> str: return f"{n} {word}" + ("" if n == 1 else "s")
 
-def count_words(s: Status) -> str:
-    "Exceptions, compiles, graphs, fallbacks, refused steps, checkpoint."
+def count_words(
+    s: Status,
+    age: bool = True,  # of the last checkpoint too? It means nothing on a page that stays
+) -> str:
+    "Exceptions, compiles, graphs, fallbacks, lost events, checkpoint."
     c, words = s.checkpoint, [_n(s.exceptions, "exception"), _n(s.compiled, "compile"), _n(s.graphs, "graph"), _n(s.fallbacks, "fallback"), _n(s.warnings, "warning")]
     if s.cuda_errors: words.insert(1, _n(s.cuda_errors, "CUDA error"))
     if s.lost: words.append(f"{s.lost} EVENTS LOST ({s.lost_error})")
     if s.compile_cache_bytes is not None: words.append(f"compile cache {_big(s.compile_cache_bytes)}B")
-    return " · ".join(words + ["no checkpoint" if not c else f"checkpoint {c['step']}" + (f", {_secs(c['age'])} ago" if c["age"] is not None else "")])
+    return " · ".join(words + ["no checkpoint" if not c else f"checkpoint {c['step']}" + (f", {_secs(c['age'])} ago" if age and c["age"] is not None else "")])
 
 # %% ../nbs/02a_report.ipynb #02a-report-036
 def _device_row(d) -> str:
@@ -351,7 +354,7 @@ def panel_alert(s: Status) -> str:
     return tag("div", tag("span", esc(f"{x.get('type')}: {x.get('text')}"), cls="bad"), f" ({esc(where)})" if where else "", trace, cls="alert", role="alert")
 
 # %% ../nbs/02a_report.ipynb #02a-report-040
-W, H, LEFT, RIGHT, TOP, BOTTOM = 320, 130, 34, 6, 6, 18  # of a chart, in its own units
+W, H, LEFT, RIGHT, TOP, BOTTOM = 280, 130, 34, 6, 6, 18  # of a chart, in its own units
 
 def nice_ticks(
     lo: float, hi: float,
@@ -384,6 +387,9 @@ class _Axes:
         heights = [TOP if y > y1 else H - BOTTOM if y < y0 else TOP + ky*(y1 - y) for y in ys]
         points = " ".join(["%d,%.1f" % (LEFT + kx*(x - x0), h) for x, h in zip(xs, heights)])
         return f'<polyline points="{points}" fill="none" stroke="var(--dfl-{color})" stroke-width="{width}" stroke-linejoin="round" opacity="{opacity}"/>'
+
+    def dots(self, xs, ys, color, radius=2.6) -> str:
+        return "".join(f'<circle cx="{self.px(x):.1f}" cy="{self.py(y):.1f}" r="{radius}" fill="var(--dfl-{color})"/>' for x, y in zip(xs, ys))
 
 # %% ../nbs/02a_report.ipynb #02a-report-042
 def smooth(
@@ -426,10 +432,10 @@ def chart_tau(tail: RunTail) -> str:
     ys = [y for c in found for y in c.ys] + [_num(v) for _, _, ci in tail.intervals for v in ci if _num(v) is not None]
     axes, keys, out = _Axes((min(c.xs[0] for c in found), max(c.xs[-1] for c in found)), (min(1., *ys), max(ys))), [], []
     if len(train): keys.append(("▬", "b", f"train_tau {_g(smooth(train.ys)[-1])}")); out += [axes.line(train.xs, train.ys, "b", 1, .3), axes.line(train.xs, smooth(train.ys), "b", 1.2, .8)]
-    if len(sim): keys.append(("▬", "a", f"sim_tau {_g(sim.ys[-1])}")); out.append(axes.line(sim.xs, sim.ys, "a"))
+    if len(sim): keys.append(("▬", "a", f"sim_tau {_g(sim.ys[-1])}")); out.append(axes.line(sim.xs, sim.ys, "a") + (axes.dots(sim.xs, sim.ys, "a", 1.8) if len(sim) < 15 else ""))
     for step, value, ci in tail.intervals:
         if _num(step) is not None and None not in (_num(ci[0]), _num(ci[-1])): out.append(f'<path d="M{axes.px(step):.1f} {axes.py(ci[0]):.1f}V{axes.py(ci[-1]):.1f}" stroke="var(--dfl-fg)"/>')
-    if len(tau): keys.append(("●", "fg", f"tau {_g(tau.ys[-1])}")); out += [f'<circle cx="{axes.px(x):.1f}" cy="{axes.py(y):.1f}" r="2.6" fill="var(--dfl-fg)"/>' for x, y in zip(tau.xs, tau.ys)]
+    if len(tau): keys.append(("●", "fg", f"tau {_g(tau.ys[-1])}")); out.append(axes.dots(tau.xs, tau.ys, "fg"))
     return _figure("tokens a call", keys, ", ".join(k[2] for k in keys) + f" at step {axes.x1:g}", axes.frame() + "".join(out))
 
 def chart_slots(tail: RunTail) -> str:
@@ -536,9 +542,15 @@ def _report_rows(tail, s) -> list:  # (name, text)
             ("sim_tau", _g(s.sim_tau) + (f", best {_g(best[1]/best[2])} at step {best[0]}" if best else "") if s.sim_tau is not None else ""),
             ("tau", _g(s.tau) + (f" [{_g(s.tau_ci[0])}, {_g(s.tau_ci[1])}]" if s.tau_ci else "") + f" at step {s.tau_step}" if s.tau is not None else ""),
             (tail.slot_name or "by slot", " ".join(f"{v:.2f}" for v in tail.slots.now or [] if _num(v) is not None)), ("speed", flow_words(s)),
-            ("checkpoint", f"step {s.checkpoint['step']}, {s.checkpoint['path']}" if s.checkpoint else "none"), ("counts", count_words(s)), ("run directory", s.run_dir)]
+            ("checkpoint", f"step {s.checkpoint['step']}, {s.checkpoint['path']}" if s.checkpoint else "none"), ("counts", count_words(s, age=False)), ("run directory", s.run_dir)]
+    if s.state == "killed": rows.insert(2, ("error", f"the process {s.pid} is gone without a last word: killed from outside, or out of host memory; Trainer.from_run continues from the checkpoint"))
     if x := s.last_exception: rows.insert(2, ("error", f"{x.get('type')}: {x.get('text')} (thread {x.get('thread')}, device {x.get('device')}, step {x.get('step')})"))
     return [(k, v) for k, v in rows if v]
+
+def _advice(run_dir) -> list:
+    "What `diagnose` says, but for the end itself, which has a row of its own; nothing where a damaged log stops it."
+    try: return [f for f in diagnose(run_dir) if f["rule"] not in ("failed", "killed")]
+    except Exception: return []
 
 class Report:
     "What stays of a run: text, a table without scripts or styles, a picture. Shows itself in a notebook."
@@ -553,7 +565,7 @@ class Report:
         self.status = self.tail.status()
         if self.status and outcome and self.status.state not in ENDED: self.status.update(state=outcome, eta=None)
         small = advice and self.status and (self.tail.run_dir/"events.jsonl").stat().st_size < 8 << 20
-        self.findings = diagnose(run_dir) if small else []
+        self.findings = _advice(run_dir) if small else []
         self.png = draw(self.tail)
 
 # %% ../nbs/02a_report.ipynb #02a-report-053
@@ -569,11 +581,13 @@ class Report(Report):
     def table(self) -> str:
         "A plain table: no script, no style, no class."
         if not self.status: return tag("p", esc(repr(self)))
-        rows = [tag("tr", tag("th", esc(k), scope="row", align="left"), tag("td", esc(v), align="left")) for k, v in _report_rows(self.tail, self.status)]
-        rows += [tag("tr", tag("th", "advice", scope="row", align="left"), tag("td", esc(f"{f['text']}. Try: {f['try']}", 900), align="left")) for f in self.findings]
-        loud = [e for e in self.tail.events if event_level(e) != "info"][-5:]
-        rows += [tag("tr", tag("th", esc(e["kind"]), scope="row", align="left"), tag("td", esc(event_text(e)), align="left")) for e in loud if e["kind"] != "exception"]
-        return tag("table", tag("caption", esc(f"{self.status.run}: {state_words(self.status)}")), tag("tbody", *rows))
+        loud = [e for e in self.tail.events if event_level(e) != "info" and e["kind"] != "exception"][-5:]
+        rows = _report_rows(self.tail, self.status) + [("advice", f"{f['text']}. Try: {f['try']}") for f in self.findings] + [(e["kind"], event_text(e)) for e in loud]
+        if trace := (self.status.last_exception or {}).get("traceback"): rows.append(("traceback", str(trace)[-1200:]))
+        red = lambda v: tag("font", tag("b", esc(v, 900)), color="#d73a49")  # the one colour that needs no style
+        loud = lambda k, v: red(v) if k == "error" else tag("pre", esc(v, 1200)) if k == "traceback" else esc(v, 900)
+        left = lambda x: tag("div", x, align="left")  # notebooks align cells to the right
+        return tag("table", tag("caption", left(esc(f"{self.status.run}: {state_words(self.status)}"))), tag("tbody", *(tag("tr", tag("th", left(esc(k)), scope="row"), tag("td", left(loud(k, v)))) for k, v in rows)))
 
     def _repr_mimebundle_(self, include=None, exclude=None):
         picture = {"image/png": base64.b64encode(self.png).decode()} if self.png else {}

@@ -134,11 +134,11 @@ def _progress(state, now, live) -> dict:
 def _stages(state, now, live) -> dict:
     open_ = sorted(state["open"].items(), key=lambda kv: kv[1]["t"])
     end = now if live else state["t"] or now
-    done = [dict(stage=k, **v) for k, v in state["done"].items()]
+    done = [dict(stage=k, **{**v, "elapsed": _num(v["elapsed"])}) for k, v in state["done"].items()]
     failed = [d["stage"] for d in done if d["ok"] is False]
     name, at = open_[-1] if open_ else ((failed or [d["stage"] for d in done] or [None])[-1], None)
-    return dict(stage=name, stage_elapsed=max(end - at["t"], 0.) if at else state["done"].get(name, {}).get("elapsed"),
-                stage_usual=at["usual"] if at else None, stages=done, open_stages=[dict(stage=k, elapsed=max(end - v["t"], 0.), usual=v["usual"]) for k, v in open_])
+    return dict(stage=name, stage_elapsed=max(end - at["t"], 0.) if at else _num(state["done"].get(name, {}).get("elapsed")),
+                stage_usual=_num(at["usual"]) if at else None, stages=done, open_stages=[dict(stage=k, elapsed=max(end - v["t"], 0.), usual=_num(v["usual"])) for k, v in open_])
 
 # %% ../nbs/02_status.ipynb #02-status-022
 def _counts(state) -> dict:

@@ -4,7 +4,7 @@
 
 # %% ../nbs/17_widget.ipynb #17-widget-001
 from __future__ import annotations
-import base64, contextlib, contextvars, importlib.util, os, sys, threading, time, traceback, uuid
+import contextlib, contextvars, importlib.util, os, shlex, sys, threading, time, traceback, uuid
 from collections import deque
 from pathlib import Path
 from .config import ConfigError
@@ -15,7 +15,7 @@ from .status import event_level, event_line, main_status, _over, _secs
 from .callbacks import ProgressCB
 
 # %% auto #0
-__all__ = ['PANELS', 'can_show', 'Controls', 'LiveView', 'WidgetCB', 'watch']
+__all__ = ['PANELS', 'can_show', 'Controls', 'close_widget', 'LiveView', 'WidgetCB', 'watch']
 
 # %% ../nbs/17_widget.ipynb #17-widget-008
 def can_show() -> bool:
@@ -94,15 +94,18 @@ class _Panes:
 
     def close(self, last: str):  # HTML that stays for views which a display update does not reach (a page that was reloaded)
         "Leave one small widget, close the others."
-        w, old = _ipywidgets(), list(self.html.values()) + list(self.controls.buttons.values())
-        self.root.children = (w.HTML(last),)
-        for x in old: x.close()
+        old = self.root.children
+        self.root.children = (_ipywidgets().HTML(last),)
+        for x in old: close_widget(x)
         _KEPT.append(self.root)
-        while len(_KEPT) > 8:
-            gone = _KEPT.popleft()
-            for x in (*gone.children, gone): x.close()
+        while len(_KEPT) > 8: close_widget(_KEPT.popleft())
 
 _KEPT = deque()
+
+def close_widget(w):
+    "Close a widget with its children, layout and style; ipywidgets keeps all of them alive else."
+    for x in (*getattr(w, "children", ()), getattr(w, "layout", None), getattr(w, "style", None), w):
+        if x is not None: close_widget(x) if x is not w and hasattr(x, "layout") else x.close()
 
 # %% ../nbs/17_widget.ipynb #17-widget-017
 class _Looks:
@@ -187,10 +190,10 @@ class LiveView(_Looks):
         self._thread.start()
 
     def _bundles(self) -> tuple:  # of the view and of the line below it
-        where = f"{self.run_dir}: in another notebook watch({str(self.run_dir)!r}), in a shell dflash_status {self.run_dir} --watch"
+        where = f"elsewhere: watch({str(self.run_dir)!r}), or dflash_status {shlex.quote(str(self.run_dir))} --watch"
         if self.report is None:
             first = self.panes.root._repr_mimebundle_()
-            return {**first, "text/plain": f"live view of {where}", "text/html": tag("p", esc(f"Live view of {where}"))}, {"text/plain": where}
+            return {**first, "text/plain": f"live view of {self.run_dir}; {where}", "text/html": tag("p", esc(f"live view of {self.run_dir}; {where}"))}, {"text/plain": where}
         table = self.report._repr_mimebundle_()
         picture = {"image/png": table.pop("image/png")} if "image/png" in table else {}
         return table, {"text/plain": f"loss {spark(self.tail.curves['loss'].ys)}", **picture}

@@ -1,0 +1,198 @@
+"The live view in a real JupyterLab, with a real kernel, in headless Chromium; oldest and newest ipykernel."
+import json
+import re
+import time
+
+import pytest
+from browser import OLDEST, Notebook, browser, lab, missing
+
+from dflash_nb.events import read_events
+from dflash_nb.status import status
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(missing()), reason=missing() or "-")]
+SETUP = """
+import threading, time, torch
+from dflash_nb.all import *
+from dflash_nb.widget import LiveView, WidgetCB, watch
+torch.set_num_threads(1)
+class SlowCB(Callback):
+    def after_step(self, trainer): time.sleep(.02)
+target, ds = toy_target(), toy_data()
+cfg = TrainConfig(steps=100_000, lr=3e-3, warmup=.0001, block_size=4, num_draft_layers=1, row_len=64, token_budget=128, micro_rows=1, num_anchors=8,
+                  mask_token_id=63, eval_every=50, checkpoint_every=100_000)
+face = WidgetCB()
+def trainer(run_dir, **more): return Trainer(target, ds, cfg, run_dir, callbacks=[SlowCB(), face], **more)
+"""
+REPORT = "table caption"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("lab")
+
+
+@pytest.fixture(scope="module")
+def address(folder):
+    with lab(folder) as where:
+        yield where
+
+
+@pytest.fixture(scope="module")
+def chrome():
+    with browser() as b:
+        yield b
+
+
+@pytest.fixture(params=["oldest", "newest"])
+def kernel(request):
+    if request.param == "oldest" and not OLDEST.exists():
+        pytest.skip(f"no {OLDEST}: pip install --no-deps --target .venv/ipykernel-oldest ipykernel==6.29.5 nest-asyncio==1.6.0")
+    return request.param
+
+
+@pytest.fixture
+def notebook(chrome, address, folder, kernel, request):
+    "Make a notebook whose first cell has run; a picture is kept of what a failed test saw last."
+    pages = []
+
+    def make(*cells, name=""):
+        page = chrome.new_page(viewport=dict(width=1300, height=1400))
+        pages.append(page)
+        stem = re.sub(r"\W+", "-", request.node.name).strip("-") + name
+        nb = Notebook(page, address, folder, f"{stem}.ipynb", [SETUP, *cells], kernel)
+        nb.run(0)
+        return nb
+
+    yield make
+    for i, page in enumerate(pages):
+        name = re.sub(r"\W+", "-", request.node.name).strip("-")
+        Notebook.shot(type("P", (), dict(page=page))(), f"{name}-last-{i}")
+        page.evaluate("async () => { await window.jupyterapp.shell.currentWidget?.sessionContext?.shutdown() }")
+        page.close()
+
+
+def step_shown(nb, i) -> int:
+    return int(nb.cell(i).locator(".dfl-head b").nth(1).inner_text())
+
+
+def curve(nb, i) -> str:
+    return nb.cell(i).locator(".dfl-charts polyline").first.get_attribute("points")
+
+
+def test_view_appears_within_a_second_moves_and_stops_at_a_step_edge(notebook, folder, kernel):
+    run = f"runs/stop-{kernel}"
+    nb = notebook(f"t = trainer({run!r})\nt.fit(block=False);", "print('hello')", "print(t.wait().outcome)")
+    nb.start(1)
+    nb.cell(1).locator(".dfl-head").wait_for(timeout=20_000)
+    appeared = nb.page.evaluate("performance.now() - window.started")
+    nb.cell(1).locator(".dfl-charts polyline").first.wait_for(timeout=20_000)
+    before, first = step_shown(nb, 1), curve(nb, 1)
+    for _ in range(5):  # other cells run meanwhile
+        assert nb.run(2).strip() == "hello"
+        time.sleep(.4)
+    nb.shot(f"running-{kernel}", 1)
+    assert step_shown(nb, 1) > before and curve(nb, 1) != first
+    assert nb.text(2).strip() == "hello" and nb.outputs(2).count() == 1
+    nb.cell(1).get_by_role("button", name="Stop").click()
+    nb.cell(1).locator(REPORT).wait_for(timeout=20_000)
+    assert nb.cell(1).locator(".dfl-head").count() == 0 and nb.cell(1).locator("img").count() == 1
+    assert nb.run(3).strip() == "stopped"
+    nb.shot(f"report-{kernel}", 1)
+    s = status(folder / run)
+    assert s.state == "stopped" and s.checkpoint["step"] == s.step and (folder / run / s.checkpoint["path"]).is_dir()
+    assert "Stop button" in s.stop_reason
+    saved = nb.save()
+    kinds = [set(o.get("data", {})) for o in saved["cells"][1]["outputs"]]
+    assert kinds[:2] == [{"text/plain", "text/html"}, {"text/plain", "image/png"}] and "vnd.jupyter.widget" not in json.dumps(saved)
+    assert appeared < 1000, f"the view appeared after {appeared:.0f} ms"
+
+
+def test_pause_and_checkpoint_buttons(notebook, folder, kernel):
+    run = f"runs/pause-{kernel}"
+    nb = notebook(f"t = trainer({run!r})\nt.fit(block=False);", "t.stop(); t.wait();")
+    nb.run(1)
+    cell = nb.cell(1)
+    cell.get_by_role("button", name="Pause").click()
+    cell.get_by_role("button", name="Resume").wait_for(timeout=10_000)
+    assert cell.locator(".dfl-state").inner_text().endswith("paused")
+    at = step_shown(nb, 1)
+    time.sleep(1.2)
+    assert step_shown(nb, 1) == at
+    cell.get_by_role("button", name="Checkpoint").click()
+    cell.locator(".dfl-events li", has_text=f"checkpoint {at}").first.wait_for(timeout=10_000)
+    cell.get_by_role("button", name="Resume").click()
+    nb.page.wait_for_function("at => +document.querySelectorAll('.dfl-head b')[1].textContent > at", arg=at, timeout=10_000)
+    nb.run(2)
+    assert [e["step"] for e in read_events(folder / run) if e["kind"] == "checkpoint" and e["step"] == at] == [at]
+
+
+def test_reload_keeps_the_view_and_a_second_view_follows(notebook, kernel):
+    nb = notebook(f"t = trainer('runs/reload-{kernel}')\nt.fit(block=False);", "face.view", "t.stop(); print(t.wait().outcome)")
+    nb.run(1)
+    nb.run(2)
+    assert nb.cell(2).locator(".dfl-head").count() == 1
+    nb.save()
+    before = step_shown(nb, 1)
+    nb.page.reload()
+    nb.page.wait_for_selector(".jp-Notebook .jp-Cell", timeout=60_000)
+    nb.ready()
+    nb.cell(1).locator(".dfl-head").wait_for(timeout=30_000)
+    deadline = time.time() + 20
+    while step_shown(nb, 1) <= before and time.time() < deadline:
+        time.sleep(.2)
+    assert step_shown(nb, 1) > before and nb.cell(2).locator(".dfl-charts polyline").count() > 0
+    assert abs(step_shown(nb, 1) - step_shown(nb, 2)) < 50
+    nb.shot(f"reloaded-{kernel}", 1)
+    assert nb.run(3).strip() == "stopped"
+    nb.cell(1).locator(REPORT).wait_for(timeout=20_000)
+
+
+def test_interrupt_of_a_blocking_fit_saves_and_leaves_the_report(notebook, folder, kernel):
+    run = f"runs/block-{kernel}"
+    nb = notebook(f"record = trainer({run!r}).fit()\nprint(record.outcome, record.step)", "print('next')")
+    nb.start(1)
+    nb.cell(1).locator(".dfl-charts polyline").first.wait_for(timeout=20_000)
+    nb.shot(f"blocking-{kernel}", 1)
+    nb.command("notebook:interrupt-kernel")
+    nb.done(1, 30)
+    s = status(folder / run)
+    assert f"stopped {s.step}" in nb.text(1) and s.state == "stopped" and s.checkpoint["step"] == s.step
+    assert "KeyboardInterrupt" not in nb.text(1)
+    assert nb.cell(1).locator(REPORT).count() == 1 and nb.cell(1).locator(".dfl-head").count() == 0
+    assert nb.run(2).strip() == "next"
+
+
+def test_an_error_in_a_drafter_thread_is_red_with_its_thread_and_step(notebook, folder, kernel):
+    run = f"runs/fail-{kernel}"
+    nb = notebook(f"t = trainer({run!r}, devices=dict(target=['cpu'], drafter=['cpu', 'cpu']))\n"
+                  "side = t.line.sides[1]; micro = side.micro\n"
+                  "def broken(inputs, step, *rest, **more):\n"
+                  "    if step >= 40: raise RuntimeError('drafter <b>broke</b>')\n"
+                  "    return micro(inputs, step, *rest, **more)\n"
+                  "side.micro = broken\n"
+                  "t.fit(block=False);", "t.wait()", "print('next')")
+    nb.run(1)
+    nb.cell(1).locator(REPORT).wait_for(timeout=60_000)
+    error = nb.cell(1).locator("font").first
+    text, color = error.inner_text(), error.evaluate("e => getComputedStyle(e).color")
+    x = status(folder / run).last_exception
+    assert x["thread"].startswith("dflash-drafter") and x["step"] == 41, x
+    assert all(word in text for word in ("drafter <b>broke</b>", x["thread"], f"step {x['step']}")), text
+    red, green, blue = map(int, re.findall(r"\d+", color)[:3])
+    assert red > 150 and red > 2 * max(green, blue), color
+    nb.shot(f"failed-{kernel}", 1)
+    nb.run(2)
+    assert "drafter <b>broke</b>" in nb.text(2) and "TrainError" in nb.text(2) and nb.run(3).strip() == "next"
+
+
+def test_watch_shows_the_run_of_another_kernel_and_its_stop_is_obeyed(notebook, folder, kernel):
+    run = f"runs/watch-{kernel}"
+    nb = notebook(f"t = trainer({run!r})\nt.fit(block=False);", "print(t.wait().outcome)", name="-a")
+    other = notebook(f"watch({run!r})", name="-b")
+    nb.run(1)
+    other.run(1)
+    other.cell(1).locator(".dfl-charts polyline").first.wait_for(timeout=20_000)
+    assert other.cell(1).get_by_role("button", name="Pause").count() == 0
+    other.cell(1).get_by_role("button", name="Stop").click()
+    other.cell(1).locator(REPORT).wait_for(timeout=20_000)
+    assert nb.run(2).strip() == "stopped" and status(folder / run).state == "stopped"
