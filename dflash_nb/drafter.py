@@ -189,12 +189,14 @@ def sdpa_block_attention(
 # %% ../nbs/07_drafter.ipynb #07-drafter-022
 def _flex(q, k, v, mask, gqa): return flex_attention(q, k, v, block_mask=mask, enable_gqa=gqa)
 
+def _own_code(fn, key):
+    "The function with a code object of its own: PyTorch compiles few versions of one before it runs the next uncompiled."
+    return FunctionType(fn.__code__.replace(co_name=f"{fn.__name__}_{'_'.join(map(str, key))}"), globals())
+
 @lru_cache(None)
 def _compiled_flex(*key):
     "A compiled flex attention for one device and set of shapes."
-    # past 8 versions of one code object PyTorch falls back to an implementation that builds all scores
-    own = FunctionType(_flex.__code__.replace(co_name=f"flex_{'_'.join(map(str, key))}"), globals())
-    return torch.compile(own, dynamic=False)
+    return torch.compile(_own_code(_flex, key), dynamic=False)
 
 def flex_block_attention(
     q_RQHE, kc_RTKE, vc_RTKE, # queries; keys and values of the context
@@ -203,7 +205,8 @@ def flex_block_attention(
 ): # [R, Q, H, E]
     "Flex attention, compiled on CUDA: skips tiles that no slot sees."
     q, gqa = q_RQHE.transpose(1, 2), q_RQHE.shape[2] != kc_RTKE.shape[2]
-    flex = _compiled_flex(q.device.index, *q.shape, *kc_RTKE.shape[1:3], view.num_blocks) if q.is_cuda else _flex
+    apart = q.is_cuda and not torch.compiler.is_compiling() # a compiled layer holds its attention itself
+    flex = _compiled_flex(q.device.index, *q.shape, *kc_RTKE.shape[1:3], view.num_blocks) if apart else _flex
     k, v = torch.cat([kc_RTKE, ko_RQKE], 1).transpose(1, 2), torch.cat([vc_RTKE, vo_RQKE], 1).transpose(1, 2)
     return _zero_dropped(flex(q, k, v, view.mask, gqa).transpose(1, 2), view)
 
@@ -243,19 +246,20 @@ class Drafter(nn.Module):
     def __init__(self,
         cfg:DrafterConfig, # shape
         attention:str="auto", # backend: auto, eager, sdpa or flex
-        seed:int=0, # of the weights; no global generator is read
+        seed:int|None=0, # of the weights; no global generator is read. None: weights of no meaning, to be overwritten
     ):
         super().__init__()
         pick_attention(attention, "cpu")
-        self.cfg, self.attention, self.own = cfg, attention, {}
+        self.cfg, self.attention, self.own, self.compiled = cfg, attention, {}, False
         self.fc = _linear(len(cfg.target_layer_ids) * cfg.target_hidden_size, cfg.hidden_size)
         self.hidden_norm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
         self.layers = nn.ModuleList(Layer(cfg) for _ in range(cfg.num_hidden_layers))
         self.norm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
         self.rope = Rope(cfg)
         self.to_empty(device="cpu")
-        init_weights(self, seed)
+        if seed is not None: init_weights(self, seed)
 
+    def compile_parts(self, on=True): self.compiled = on
     def context(self, feats_RTF): return fuse_features(self, feats_RTF)
     def forward(self, ctx_RTD, pos_RT, blocks_h_RNBD, blocks, attention=None): return run_blocks(self, ctx_RTD, pos_RT, blocks_h_RNBD, blocks, attention)
     def io(self, target): return drafter_io(self, target)
@@ -367,7 +371,17 @@ def fuse_features(
     if have != want: raise ConfigError(f"features are {have} wide, the drafter reads {len(drafter.cfg.target_layer_ids)} layers of {drafter.cfg.target_hidden_size}: give the layers {list(drafter.cfg.target_layer_ids)}")
     return drafter.hidden_norm(drafter.fc(feats_RTF.to(_compute_dtype(drafter, feats_RTF.device))))
 
-# %% ../nbs/07_drafter.ipynb #07-drafter-031
+# %% ../nbs/07_drafter.ipynb #07-drafter-057
+_BACKEND = "inductor" # of torch.compile
+
+def _layer_step(layer, h_RQD, ctx_RTD, rope, view): return layer(h_RQD, layer.self_attn.keys(ctx_RTD, rope), view)
+
+@lru_cache(None)
+def _compiled_step(*key):
+    "One layer, compiled for one set of shapes; fails where it cannot be compiled whole."
+    return torch.compile(_own_code(_layer_step, key), backend=_BACKEND, dynamic=False, fullgraph=True)
+
+# %% ../nbs/07_drafter.ipynb #07-drafter-058
 def run_blocks(
     drafter:Drafter, # the model
     ctx_RTD:torch.Tensor, # of `fuse_features`
@@ -384,7 +398,8 @@ def run_blocks(
     view = _training_view(drafter.rope(blocks.pos_RNB.flatten(1), dtype), blocks, name, device)
     rope = drafter.rope(pos_RT, dtype)
     ctx_RTD, h_RQD = ctx_RTD.to(dtype), blocks_h_RNBD.to(dtype).flatten(1, 2)
-    for layer in drafter.layers: h_RQD = layer(h_RQD, layer.self_attn.keys(ctx_RTD, rope), view)
+    step = _compiled_step(drafter.cfg.hidden_size, drafter.cfg.num_attention_heads, name, device, *ctx_RTD.shape, h_RQD.shape[1]) if drafter.compiled else _layer_step
+    for layer in drafter.layers: h_RQD = step(layer, h_RQD, ctx_RTD, rope, view)
     return drafter.norm(h_RQD).view(blocks_h_RNBD.shape)
 
 # %% ../nbs/07_drafter.ipynb #07-drafter-035

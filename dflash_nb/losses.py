@@ -18,6 +18,7 @@ import torch.nn.functional as F
 
 from .blocks import first_slot, label_positions, slot_weights
 from .config import ConfigError, TrainConfig, resolve_gamma
+from .kernels import row_gradient_, row_stats
 
 # %% ../nbs/08_losses.ipynb #08-losses-008
 _FLOOR = -1e4
@@ -188,6 +189,22 @@ def _ce_chunk(spec, head, h_MSD, y_MS, valid_MS, teacher_MSD):
     out = LossOut(num * spec.mix["ce"], {"ce": num}, w.sum(), right.sum(0), valid_MS.sum(0), right.long().cumprod(-1).sum(), None)
     return out, torch.autograd.grad(logits_MSV, h_MSD, dlogits.to(logits_MSV.dtype))[0]
 
+# %% ../nbs/08_losses.ipynb #08-losses-048
+def _ce_chunk_fast(spec, head, h_MSD, y_MS, valid_MS, teacher_MSD):
+    "`_ce_chunk` through the kernels of `row_stats` and `row_gradient_`."
+    logits_MSV = head(torch.where(valid_MS[..., None], h_MSD, 0))
+    with torch.no_grad():
+        y = head(teacher_MSD).argmax(-1) if spec.labels == "teacher" else y_MS
+        x_QV = logits_MSV.detach().flatten(0, 1)
+        lse_Q, top_Q = row_stats(x_QV)
+        nll = (lse_Q - x_QV.gather(1, y.reshape(-1, 1))[:, 0]).view(y.shape)
+        w = _weights(spec, (-nll).exp(), valid_MS)
+        row_gradient_(x_QV, y.flatten(), lse_Q, (w * spec.mix["ce"]).flatten())
+        torch.autograd.graph.increment_version(logits_MSV) # written to: autograd refuses if the head's backward wants them
+        num, right = torch.where(valid_MS, w * nll, 0).sum(), (top_Q.view(y.shape) == y) & valid_MS
+    out = LossOut(num * spec.mix["ce"], {"ce": num}, w.sum(), right.sum(0), valid_MS.sum(0), right.long().cumprod(-1).sum(), None)
+    return out, torch.autograd.grad(logits_MSV, h_MSD, x_QV.view(logits_MSV.shape))[0]
+
 # %% ../nbs/08_losses.ipynb #08-losses-056
 class _HandOn(torch.autograd.Function):
     "`total` as a function of h, whose gradient is known already."
@@ -204,19 +221,20 @@ def _chunk_loss(spec, head, h_MSD, *rest):
     "`LossOut` of one chunk, detached, and the gradient of its total with respect to h (None when gradients are off)."
     if not h_MSD.requires_grad: return _slots_loss(spec, head, h_MSD, *rest), None
     h_MSD = h_MSD.detach().requires_grad_()
-    if set(spec.mix) == {"ce"}: return _ce_chunk(spec, head, h_MSD, *rest)
+    if set(spec.mix) == {"ce"}: return (_ce_chunk_fast if spec.fast else _ce_chunk)(spec, head, h_MSD, *rest)
     out = _slots_loss(spec, head, h_MSD, *rest)
     return out.detach(), torch.autograd.grad(out.total, h_MSD)[0]
 
-# %% ../nbs/08_losses.ipynb #08-losses-047
-_CHUNK_LOGITS = 2**26
+# %% ../nbs/08_losses.ipynb #08-losses-057
+_CHUNK_LOGITS, _BIG_CHUNK = 2**26, 5 * 2**28 # the second on the fast path of a GPU: large products run faster, and no float32 copy is made
 
-def _chunk_size(loss_chunk, head, h_MSD):
+def _chunk_size(loss_chunk, head, h_MSD, fast=False):
     "Blocks a chunk: as asked, or even chunks of at most about 2^26 logits."
     M, S, D = h_MSD.shape
     if loss_chunk != "auto": return min(loss_chunk, M)
     V = head(h_MSD.detach()[:0]).shape[-1]
-    chunks = -(-M // max(1, _CHUNK_LOGITS // (S * V)))
+    most = _BIG_CHUNK if fast and h_MSD.is_cuda else _CHUNK_LOGITS
+    chunks = -(-M // max(1, most // (S * V)))
     return -(-M // max(1, chunks))
 
 def _slots(blocks, h_RNBD, teacher_RNBD, first):
@@ -224,13 +242,14 @@ def _slots(blocks, h_RNBD, teacher_RNBD, first):
     teacher_RNBD = h_RNBD.detach() if teacher_RNBD is None else teacher_RNBD.detach()
     return [x.flatten(0, 1)[:, first:] for x in (h_RNBD, blocks.labels_RNB, blocks.valid_RNB, teacher_RNBD)]
 
-# %% ../nbs/08_losses.ipynb #08-losses-048
+# %% ../nbs/08_losses.ipynb #08-losses-058
 def block_loss(
     h_RNBD:torch.Tensor, # the drafter's states after its final norm
     blocks, # `Blocks`: labels_RNB, valid_RNB, keep_RN, start_RN
     io, # `.head(h) -> logits`, frozen: no gradient reaches its weights
     cfg:TrainConfig, # loss, weighting, gamma, alpha, labels, denominator, loss_chunk, layout
     teacher_RNBD:torch.Tensor=None, # of `teacher_states`, where `needs_teacher(cfg)`
+    fast:bool=False, # big chunks and kernels of their own for the logits? (cross-entropy alone; equal but for rounding)
 )->LossOut: # sums of this micro-batch; `.total.backward()` gives numerators' gradients
     "Weighted loss sums of all blocks of a micro-batch; raises `ConfigError` where the loss needs a teacher and has none."
     spec, first = _spec(cfg), first_slot(cfg.layout)
@@ -238,10 +257,10 @@ def block_loss(
         raise ConfigError(f"loss={cfg.loss!r} with labels={cfg.labels!r} reads the target's final states: pass teacher_RNBD=teacher_states(final, blocks, layout)")
     if getattr(blocks, "layout", cfg.layout) != cfg.layout:
         raise ConfigError(f"layout={cfg.layout!r}, but the blocks are {blocks.layout!r}: make them with the config's layout")
-    wants_grad = h_RNBD.requires_grad and torch.is_grad_enabled()
+    wants_grad, spec.fast = h_RNBD.requires_grad and torch.is_grad_enabled(), fast
     slots = _slots(blocks, h_RNBD if wants_grad else h_RNBD.detach(), teacher_RNBD, first)
     grad = torch.zeros_like(h_RNBD, memory_format=torch.contiguous_format) if wants_grad else None
-    n, outs = _chunk_size(cfg.loss_chunk, io.head, slots[0]), []
+    n, outs = _chunk_size(cfg.loss_chunk, io.head, slots[0], fast), []
     for i in range(0, len(slots[0]), n):
         out, g = _chunk_loss(spec, io.head, *(x[i:i + n] for x in slots))
         outs.append(replace(out, blocks=torch.zeros_like(out.prefix)))
