@@ -136,6 +136,7 @@ def train_parser() -> argparse.ArgumentParser:
     p.add_argument("--drafter", metavar="DIR", help="go on from this drafter (z-lab's or speculators' folder, a folder of this package, a run), with the embedding and head that it owns; its shape fills the config")
     p.add_argument("--resume", metavar="RUN_DIR", help="continue this run from its newest complete checkpoint; config options given beside it are changes")
     p.add_argument("--device", default="auto", help="cpu, cuda, cuda:1, ... (default: auto, the first GPU or the CPU)")
+    p.add_argument("--devices", metavar="JSON", help='threads by side, one name each: {"target": ["cuda:0"], "drafter": ["cuda:1", "cuda:2"]} (default: one of each on --device)')
     p.add_argument("--config", metavar="FILE", help="TrainConfig as .yaml or .json; options given beside it win")
     p.add_argument("--demo", action="store_true", help="settings for the nano target that show a result in minutes on two cores: " + ", ".join(f"{k} {v}" for k, v in DEMO.items()))
     p.add_argument("--preflight", choices=("auto", "yes", "warn", "no"), default="auto", help="half a minute of overfitting, exporting, loading and decoding before the run: auto for new runs over ten minutes, warn goes on after a failure (default: auto)")
@@ -162,6 +163,19 @@ def _check_device(name: str) -> str:
     if device.type == "cuda" and (device.index or 0) >= count:
         raise ConfigError(f"device={name!r}: {count} GPUs are visible; use --device cpu" + (f" or cuda:0 to cuda:{count - 1}" if count else ", or check the driver and CUDA_VISIBLE_DEVICES"))
     return name
+
+def _places(args):
+    "(device to load the target on, devices for the trainer) from --device or --devices."
+    if args.devices is None:
+        name = _check_device(args.device)
+        return name, name
+    if args.device != "auto": raise ConfigError(f"--device {args.device!r} beside --devices {args.devices!r}: give one of them")
+    try: places = json.loads(args.devices)
+    except ValueError: places = None
+    if not isinstance(places, dict) or set(places) != {"target", "drafter"} or not all(isinstance(v, list) and all(isinstance(n, str) for n in v) for v in places.values()) or not places["drafter"]:
+        raise ConfigError(f'--devices {args.devices!r}: give JSON like {{"target": ["cuda:0"], "drafter": ["cuda:1"]}}')
+    for name in {*places["target"], *places["drafter"]}: _check_device(name)
+    return (places["target"] or places["drafter"])[0], places
 
 def _quiet():
     "The command reports progress itself; stderr is for its own one line."
@@ -206,10 +220,12 @@ def _new_trainer(args):
     with stage("importing torch and transformers"):
         from dflash_nb.checkpoint import load_drafter
         from dflash_nb.data import encode_chats, load_chats
+        from dflash_nb.gpus import wait_for_gpus
         from dflash_nb.target import asset, load_target
         from dflash_nb.trainer import Trainer, start_config
         _quiet()
-    device = _check_device(args.device)
+    device, places = _places(args)
+    wait_for_gpus([device], need=2.)
     drafter = load_drafter(args.drafter) if args.drafter else None
     name = args.target or (drafter.cfg.target_name if drafter else "nano")
     if not name: raise ConfigError(f"--drafter {args.drafter!r} does not say which target it was trained for: give --target")
@@ -218,7 +234,7 @@ def _new_trainer(args):
     start_config(cfg, drafter, target)  # contradictions are refused before the chats are encoded
     with stage(f"encoding {len(rows)} chats"): ds = encode_chats(rows, target, max_length=max_length)
     print(ds.report, flush=True)
-    return Trainer(target, ds, cfg, run_dir=run_dir, drafter=drafter)
+    return Trainer(target, ds, cfg, run_dir=run_dir, devices=places, drafter=drafter)
 
 def _resumed_trainer(args):
     "Build the trainer of an existing run; the run fixes target and data."
@@ -231,13 +247,14 @@ def _resumed_trainer(args):
         from dflash_nb.trainer import Trainer
         _quiet()
     with stage(f"reading run {args.resume}"):
-        return Trainer.from_run(args.resume, changes=changes, devices="auto" if args.device == "auto" else _check_device(args.device))
+        return Trainer.from_run(args.resume, changes=changes, devices="auto" if args.device == "auto" and args.devices is None else _places(args)[1])
 
 # %% ../nbs/30_cli.ipynb #30-cli-029
 def expected_seconds(
     trainer,  # Trainer before `fit`
 ) -> float:
     "Rough seconds to the end: the second of two equal micro-batches times all that are left; 0 where they fail."
+    from dflash_nb.sides import add_gradients, with_noise
     line, cfg = trainer.line, trainer.cfg
     reader, side = line.readers[0], line.lead
     micro = line.batch_of(trainer.step).micro(0, cfg.micro_rows).to(reader.device)
@@ -245,11 +262,11 @@ def expected_seconds(
     try:
         for _ in range(2):
             start = time.perf_counter()
-            side.micro(reader.read(micro).to(side.device), trainer.step, 0).loss.item()
+            add_gradients(side, with_noise(side, reader.read(micro).to(side.device), trainer.step, 0)).loss.item()
             seconds = time.perf_counter() - start
     except DflashError: raise
     except Exception: return 0.  # the run meets the same failure, and names step, rows and device
-    finally: reader.guard.pending.clear(), reader.clock.take(), side.clock.take(), side.free()
+    finally: reader.guard.pending.clear(), reader.clock.take(), side.probe and side.probe.sent(), side.free()
     return seconds*line.micros/len(line.sides)*(cfg.steps - trainer.step)
 
 def _preflight(args, trainer):

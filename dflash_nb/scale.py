@@ -145,7 +145,6 @@ def run_scale(
     devices,               # as Trainer takes them
     alone: bool = False,   # time each side alone as well, before the run?
     rows: int = 128,       # rows of data
-    say=print,
 ) -> dict:
     "Train and report: seconds of a step, tokens a second of each side, waits, allocations, peaks; nothing is saved."
     ds = chat_lengths(rows, cfg.row_len, target.vocab_size)
@@ -211,4 +210,6 @@ def main_scale(
     if a.out: Path(a.out).write_text(json.dumps(seen, indent=1))
     return 0
 
+# %% ../nbs/16c_scale.ipynb #16c-scale-020
+#| eval: false
 if __name__ == "__main__": sys.exit(main_scale())

@@ -303,3 +303,21 @@ def test_a_failed_preflight_refuses_the_run_unless_told_otherwise(tmp_path, monk
     assert cli.dflash_train([*args, "--run_dir", "c"]) == 2
     monkeypatch.setattr("dflash_nb.cli.expected_seconds", lambda t: 599.0)
     assert cli.dflash_train([*args, "--run_dir", "c"]) == 0
+
+
+PLACES = ["{", '{"target": ["cpu"]}', '{"target": [], "drafter": ["cpu", "cpu"]}', '{"target": ["cpuu"], "drafter": ["cpu"]}']
+
+
+@pytest.mark.parametrize("given, said", list(zip(PLACES, ["give JSON", "give JSON", "at least one target thread", "cpuu"], strict=True)))
+def test_bad_devices_are_refused_by_name(tmp_path, given, said, capsys):
+    assert cli.dflash_train(["--devices", given, "--steps", "1", "--run_dir", str(tmp_path / "r"), "--preflight", "no"]) == 2
+    assert said in capsys.readouterr().err and not (tmp_path / "r").exists()
+
+
+def test_threads_are_an_option(tmp_path, files, capsys):
+    places = '{"target": ["cpu", "cpu"], "drafter": ["cpu"]}'
+    args = ["--target", str(files / "target"), "--data", str(files / "chats.jsonl"), *SMALL, "--steps", "2", "--run_dir", str(tmp_path / "r"), "--devices", places]
+    assert cli.dflash_train(args + ["--preflight", "no"]) == 0
+    assert "target threads on cpu, cpu; drafter on cpu" in capsys.readouterr().out
+    assert cli.dflash_train(["--resume", str(tmp_path / "r"), "--steps", "3"]) == 0
+    assert "target threads on cpu, cpu" in capsys.readouterr().out

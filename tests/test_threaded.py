@@ -29,8 +29,11 @@ def no_threads():
     return not [x.name for x in threading.enumerate() if x.name.startswith("dflash")]
 
 
-@pytest.mark.parametrize("delta", [dict(micro_rows=2), dict(micro_rows=2, loss={"ce": .3, "tv": .7}, labels="teacher", weighting="dpace"),
-                                   dict(micro_rows=2, layout="shifted", noise=dict(strength=.05, where="embed"))], ids=["ce", "teacher", "shifted"])
+DELTAS = dict(ce=dict(micro_rows=2), teacher=dict(micro_rows=2, loss={"ce": .3, "tv": .7}, labels="teacher", weighting="dpace"),
+              shifted=dict(micro_rows=2, layout="shifted", noise=dict(strength=.05, where="embed")))
+
+
+@pytest.mark.parametrize("delta", DELTAS.values(), ids=DELTAS)
 def test_k7_twenty_steps_bit_equal_for_every_topology(tmp_path, delta):
     "Two micro-batches a step: two drafters add the same two numbers as one does."
     ends = {}
@@ -49,8 +52,8 @@ def test_k4_drafters_do_not_change_the_gradient(tmp_path, micro_rows):
     target = type(TARGET).from_model(model, name="double")
     for n in sorted({1, 2, 4 // micro_rows}):
         seen = []
-        t = make(tmp_path / f"r{n}", LONG | dict(steps=1, micro_rows=micro_rows, clip=None), target=target, devices=devices(1, n),
-                 callbacks=[At(0, lambda t, seen=seen: seen.append(torch.cat([p.grad.flatten().clone() for p in t.drafter.parameters()])), "before_update")])
+        look = At(0, lambda t, seen=seen: seen.append(torch.cat([p.grad.flatten() for p in t.drafter.parameters()])), "before_update")
+        t = make(tmp_path / f"r{n}", LONG | dict(steps=1, micro_rows=micro_rows, clip=None), [look], target=target, devices=devices(1, n))
         for s in t.line.sides:
             s.drafter.double()
         t.fit()
@@ -203,7 +206,8 @@ def cuda_target():
 def test_one_gpu_with_two_streams_gives_the_losses_of_one_thread(tmp_path, runner):
     cfg = LONG | dict(dtype="float32", runner=runner, micro_rows=2, noise=dict(strength=.05))
     traces = {}
-    for name, places in (("alone", dict(target=[], drafter=["cuda:0"])), ("threads", dict(target=["cuda:0"] * 2, drafter=["cuda:0"])), ("two", dict(target=["cuda:0"], drafter=["cuda:0"] * 2))):
+    for name, n, d in (("alone", 0, 1), ("threads", 2, 1), ("two", 1, 2)):
+        places = dict(target=["cuda:0"] * n, drafter=["cuda:0"] * d)
         t = make(tmp_path / name, cfg | (dict(runner="eager") if name == "alone" else {}), target=cuda_target(), devices=places)
         assert t.fit().outcome == "finished" and no_threads()
         assert t.ran["name"] == (runner if name != "alone" else "eager"), t.notes
@@ -215,7 +219,8 @@ def test_one_gpu_with_two_streams_gives_the_losses_of_one_thread(tmp_path, runne
 def test_two_hundred_steps_of_mixed_lengths_allocate_nothing_new(tmp_path):
     from dflash_nb.scale import random_target, run_scale, scale_config
     cfg = scale_config(200, 8, row_len=256, token_budget=1024, micro_rows=2, num_draft_layers=2)
-    seen = run_scale(random_target("tiny", device="cuda", dtype=torch.bfloat16), cfg, dict(target=["cuda:0"], drafter=["cuda:0"]), rows=64, say=print)
+    target = random_target("tiny", device="cuda", dtype=torch.bfloat16)
+    seen = run_scale(target, cfg, dict(target=["cuda:0"], drafter=["cuda:0"]), rows=64)
     assert seen["runner"] == "graph" and seen["outcome"] == "finished", seen["notes"]
     assert all(n == 0 for d in seen["grown"].values() for n in d.values()), seen["grown"]
 
