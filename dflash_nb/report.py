@@ -11,11 +11,7 @@ from .events import EventLog, fold, new_state, read_beat, tail_events
 from .status import Status, diagnose, event_level, event_text, format_status, status_of, _big, _g, _num, _secs
 
 # %% auto #0
-__all__ = ['CURVES', 'STYLE', 'ENDED', 'W', 'H', 'LEFT', 'RIGHT', 'TOP', 'BOTTOM', 'demo_step', 'demo_devices', 'demo_run',
-           'Curve', 'Slots', 'RunTail', 'esc', 'tag', 'dim', 'state_words', 'panel_head', 'panel_progress',
-           'panel_stages', 'panel_numbers', 'flow_words', 'count_words', 'panel_devices', 'panel_events', 'panel_alert',
-           'nice_ticks', 'smooth', 'chart_loss', 'chart_tau', 'chart_slots', 'panel_charts', 'panels', 'page', 'spark',
-           'draw', 'Report']
+__all__ = ['CURVE_KEYS', 'demo_run', 'RunTail', 'run_panels', 'run_page', 'RunReport']
 
 # %% ../nbs/02a_report.ipynb #02a-report-007
 def demo_step(
@@ -96,7 +92,7 @@ class Curve:
     def ys(self) -> list: return [b[1]/b[2] for b in self.bins]
 
 # %% ../nbs/02a_report.ipynb #02a-report-015
-class Slots:
+class SlotCurve:
     "Running mean by slot, and the one of about `back` steps ago."
     def __init__(self, back: int = 200, keep: float = .9):
         self.back, self.keep, self.step, self.now, self.marks = back, keep, None, None, deque(maxlen=40)
@@ -123,7 +119,7 @@ class Slots:
         return old[-1] if old else self.marks[0] if len(self.marks) > 1 else None
 
 # %% ../nbs/02a_report.ipynb #02a-report-019
-CURVES = ("loss", "train_tau", "sim_tau", "tau")
+CURVE_KEYS = ("loss", "train_tau", "sim_tau", "tau")
 
 class RunTail:
     "What a face knows of a run directory: state, curves, slots, notable events. Memory does not grow with the run."
@@ -133,7 +129,7 @@ class RunTail:
 
     def _reset(self):
         self.offset, self.state, self.beat, self._beat_at = 0, new_state(), None, 0.
-        self.curves, self.slots, self.slot_name = {k: Curve(self.points) for k in CURVES}, Slots(), ""
+        self.curves, self.slots, self.slot_name = {k: Curve(self.points) for k in CURVE_KEYS}, SlotCurve(), ""
         self.events, self.intervals = deque(maxlen=self.keep), deque(maxlen=self.keep)
 
     def look(self,
@@ -163,7 +159,7 @@ class RunTail:
         elif kind != "stage" or e.get("phase") == "failed": self.events.append(e)
 
     def _curve(self, e, step):
-        for k in CURVES:
+        for k in CURVE_KEYS:
             if k in e: self.curves[k].add(step, e[k])
         if e["kind"] == "eval":
             self.events.append(e)
@@ -458,7 +454,7 @@ def panel_charts(tail: RunTail) -> str:
     return tag("div", chart_loss(tail), chart_tau(tail), chart_slots(tail), cls="charts")
 
 # %% ../nbs/02a_report.ipynb #02a-report-046
-def panels(
+def run_panels(
     tail: RunTail,
     s: Status,
     note: str = "",
@@ -467,13 +463,13 @@ def panels(
     return dict(head=panel_head(s, note), progress=panel_progress(s), stages=panel_stages(s), alert=panel_alert(s), numbers=panel_numbers(s),
                 charts=panel_charts(tail), devices=panel_devices(s), events=panel_events(tail.events))
 
-def page(
+def run_page(
     tail: RunTail,
 ) -> str:
     "All panels as one piece of HTML, without controls."
     s = tail.status()
     if not s: return ""
-    *above, devices, events = panels(tail, s).values()
+    *above, devices, events = run_panels(tail, s).values()
     return STYLE + tag("div", *above, tag("div", tag("div", devices), tag("div", events), cls="columns"), **{"class": "dfl"})
 
 # %% ../nbs/02a_report.ipynb #02a-report-050
@@ -488,7 +484,7 @@ def spark(
     lo, hi = min(means), max(means)
     return "".join("▁▂▃▄▅▆▇█"[int(7*(m - lo)/(hi - lo)) if hi > lo else 0] for m in means)
 
-def draw(
+def draw_report(
     tail: RunTail,
     dpi: int = 72,
 ) -> bytes:  # PNG
@@ -552,8 +548,8 @@ def _advice(run_dir) -> list:
     try: return [f for f in diagnose(run_dir) if f["rule"] not in ("failed", "killed")]
     except Exception: return []
 
-class Report:
-    "What stays of a run: text, a table without scripts or styles, a picture. Shows itself in a notebook."
+class _ReadRun:
+    "What a report is made from."
     def __init__(self,
         run_dir,
         tail: RunTail|None = None,   # one that has read the run already
@@ -566,12 +562,11 @@ class Report:
         if self.status and outcome and self.status.state not in ENDED: self.status.update(state=outcome, eta=None)
         small = advice and self.status and (self.tail.run_dir/"events.jsonl").stat().st_size < 8 << 20
         self.findings = _advice(run_dir) if small else []
-        self.png = draw(self.tail)
+        self.png = draw_report(self.tail)
 
 # %% ../nbs/02a_report.ipynb #02a-report-053
-class Report(Report):
-    __doc__ = Report.__doc__
-
+class RunReport(_ReadRun):
+    "What stays of a run: text, a table without scripts or styles, a picture. Shows itself in a notebook."
     def __repr__(self):
         if not self.status: return f"no run in {self.tail.run_dir}"
         loss = self.tail.curves["loss"].ys

@@ -1,4 +1,4 @@
-"Report, live view, callback and watch without a browser: state machine, threads, limits, escaping, bounds."
+"RunReport, live view, callback and watch without a browser: state machine, threads, limits, escaping, bounds."
 
 import contextvars
 import itertools
@@ -19,7 +19,7 @@ from dflash_nb import report as rp
 from dflash_nb import widget as wd
 from dflash_nb.config import ConfigError, TrainConfig
 from dflash_nb.events import EventLog, read_events
-from dflash_nb.report import Curve, Report, RunTail, Slots, demo_devices, demo_run, demo_step, panels
+from dflash_nb.report import Curve, RunReport, RunTail, SlotCurve, demo_devices, demo_run, demo_step, run_panels
 from dflash_nb.status import status
 from dflash_nb.trainer import Trainer, toy_data, toy_target
 from dflash_nb.widget import LiveView, WidgetCB, watch
@@ -92,7 +92,7 @@ def test_curve_of_rare_points_is_bounded_too():
 
 @pytest.mark.parametrize("value", [None, "1", float("nan"), float("inf"), True, [1]])
 def test_curve_and_slots_leave_out_what_is_no_number(value):
-    c, s = Curve(), Slots()
+    c, s = Curve(), SlotCurve()
     c.add(1, value)
     c.add(value, 1.0)
     s.add(1, [value, 0.5])
@@ -132,7 +132,7 @@ def test_a_file_that_became_shorter_is_read_again(run, tmp_path):
     assert tail.curves["loss"].bins == fresh.curves["loss"].bins
 
 
-# panels
+# run_panels
 
 
 HOSTILE = [
@@ -158,7 +158,7 @@ def test_hostile_text_never_becomes_markup(tmp_path):
     while tail.look():
         pass
     s = tail.status()
-    made = [x for x in panels(tail, s, NASTY).values() if x] + [Report(tmp_path).table(), rp.tag("p", title=NASTY)]
+    made = [x for x in run_panels(tail, s, NASTY).values() if x] + [RunReport(tmp_path).table(), rp.tag("p", title=NASTY)]
     log.close()
     for text in made:
         seen = []
@@ -189,7 +189,7 @@ def test_charts_are_finite_for_flat_short_and_negative_curves(tmp_path):
                 c.add(i, y)
             tail.slots.add(i, [y, y])
         drawn = rp.panel_charts(tail)
-        assert "nan" not in drawn and "inf" not in drawn and rp.draw(tail)[:4] == b"\x89PNG"
+        assert "nan" not in drawn and "inf" not in drawn and rp.draw_report(tail)[:4] == b"\x89PNG"
 
 
 def test_the_timeline_shows_what_runs_and_its_usual_time(tmp_path):
@@ -210,7 +210,7 @@ def test_the_timeline_shows_what_runs_and_its_usual_time(tmp_path):
 
 def test_report_has_text_a_bare_table_and_a_picture(run, tmp_path):
     run(end="finished")
-    bundle = Report(tmp_path / "run")._repr_mimebundle_()
+    bundle = RunReport(tmp_path / "run")._repr_mimebundle_()
     assert set(bundle) == {"text/plain", "text/html",
                            "image/png"} and "finished" in bundle["text/plain"] and "step=" not in bundle["text/html"]
     tags = set(re.findall(r"<(\w+)", bundle["text/html"]))
@@ -226,18 +226,18 @@ def test_report_of_a_failure_names_thread_device_and_step(run, tmp_path):
     except RuntimeError as e:
         log.exception(e, step=31, device="cuda:1", thread="dflash-w1:cuda:1")
     log.end("failed", step=30)
-    table = Report(tmp_path / "run").table()
+    table = RunReport(tmp_path / "run").table()
     assert all(w in table for w in ("dflash-w1:cuda:1", "cuda:1", "step 31", "<font", "Traceback")) and "<b>memory" not in table
 
 
 def test_report_without_matplotlib_has_no_picture(run, tmp_path, monkeypatch):
     run(end="finished")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert set(Report(tmp_path / "run")._repr_mimebundle_()) == {"text/plain", "text/html"}
+    assert set(RunReport(tmp_path / "run")._repr_mimebundle_()) == {"text/plain", "text/html"}
 
 
 def test_report_of_nothing_says_so(tmp_path):
-    assert "no run" in repr(Report(tmp_path)) and "no run" in Report(tmp_path).table()
+    assert "no run" in repr(RunReport(tmp_path)) and "no run" in RunReport(tmp_path).table()
 
 
 # view
@@ -327,7 +327,7 @@ def test_a_display_that_fails_does_not_raise_at_the_end(shown, run, tmp_path, mo
 
 
 def test_close_is_idempotent_and_leaves_no_thread_and_few_widgets(shown, run, tmp_path, monkeypatch):
-    monkeypatch.setattr(rp, "draw", lambda tail: b"")
+    monkeypatch.setattr(rp, "draw_report", lambda tail: b"")
     import ipywidgets
     run(end="finished")
     registry = ipywidgets.widgets.widget._instances
@@ -470,7 +470,7 @@ def test_widget_callback_is_text_where_no_kernel_is(tmp_path, capsys):
 
 def test_a_view_that_breaks_never_touches_the_training(shown, tmp_path, monkeypatch):
     monkeypatch.setattr(wd._Looks, "_look", lambda self: 1 / 0)
-    monkeypatch.setattr(wd, "Report", lambda *a, **k: 1 / 0)
+    monkeypatch.setattr(wd, "RunReport", lambda *a, **k: 1 / 0)
     record = toy(tmp_path / "r", WidgetCB(show="widget")).fit()
     assert record.outcome == "finished" and status(tmp_path / "r").exceptions == 0
 
