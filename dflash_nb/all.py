@@ -9,6 +9,7 @@ __all__ = []
 from .config import *
 from .events import *
 from .status import *
+from .report import *
 from .data import *
 from .target import *
 from .nano import *
@@ -21,12 +22,21 @@ from .decode import *
 from .regenerate import *
 from .evaluate import *
 from .checkpoint import *
+from .graphs import *
 from .threads import *
 from .sides import *
 from .pipeline import *
 from .callbacks import *
 from .gpus import *
+from .widget import *
 from .trainer import *
+from .stats import *
+from .arms import *
+from .results import *
+from .store import *
+from .bench import *
+from .scale import *
+from .ablate import *
 from .export import *
 from .preflight import *
 
