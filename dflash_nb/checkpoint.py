@@ -86,15 +86,26 @@ def _read_json(
 
 # %% ../nbs/13_checkpoint.ipynb #13-checkpoint-017
 def drafter_folder(
-    path: str | Path,  # drafter folder, a step's folder or a run directory
+    path: str | Path,                   # drafter folder, a step's folder or a run directory
+    checkpoint: str | int = "latest",   # of a run: latest, best or a step
 ) -> Path:
-    "The folder that holds the drafter: `path` itself, or the newest complete checkpoint of a run."
+    "The folder that holds the drafter: `path` itself, or a complete checkpoint of a run, the newest unless another is asked for."
     path = Path(path)
+    if checkpoint != "latest": return _checkpoint_of(path, checkpoint)
     if not path.is_dir(): raise CheckpointError(f"{path}: no such folder; give a drafter folder or a run directory")
     root = path/"checkpoints" if (path/"checkpoints").is_dir() else path
     if (path/"model.safetensors").exists() or (path/"model.safetensors.index.json").exists(): return path
     if scan_states(root)[0]: return load_state(root).path
     raise CheckpointError(f"{path}: neither a drafter (model.safetensors + config.json) nor a run with a complete checkpoint")
+
+def _checkpoint_of(path, checkpoint):
+    "The best checkpoint of a run or that of a step; raises CheckpointError, and ConfigError for anything else."
+    root = path/"checkpoints"
+    if not root.is_dir(): raise CheckpointError(f"checkpoint={checkpoint!r}: {str(path)!r} is no run directory with checkpoints; leave it out")
+    if checkpoint != "best" and not str(checkpoint).isdigit(): raise ConfigError(f"checkpoint={checkpoint!r}: give latest, best or a step number")
+    step = best_step(root) if checkpoint == "best" else int(checkpoint)
+    if step is None: raise CheckpointError(f"checkpoint='best': the run {str(path)!r} has no validation score; give latest or a step number")
+    return load_state(root, step).path
 
 def load_drafter(
     path: str | Path,                    # drafter folder, a step's folder or a run directory

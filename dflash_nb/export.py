@@ -7,8 +7,8 @@ __all__ = ['PROBE_LENGTH', 'PROBE_ANCHORS', 'PROBE_STEPS', 'ExportError', 'Check
            'probe_ids', 'live_logits', 'probe_features', 'probe_record', 'export_config', 'export_drafter', 'as_stored',
            'file_hash', 'training_facts', 'model_card', 'body_names', 'vllm_view', 'vllm_rules', 'sglang_rules',
            'zlab_rules', 'speculators_rules', 'shape_facts', 'check_keys', 'tensor_shapes', 'check_tensors',
-           'check_identity', 'check_logits', 'default_prompts', 'check_tau', 'verify_export', 'push_drafter',
-           'export_parser', 'run_export', 'main_export']
+           'check_identity', 'other_weights', 'check_logits', 'default_prompts', 'check_tau', 'verify_export',
+           'push_drafter', 'export_parser', 'run_export', 'main_export']
 
 # %% ../nbs/19_export.ipynb #19-export-001
 import argparse
@@ -17,6 +17,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import shlex
 import shutil
 import sys
 from dataclasses import dataclass, field
@@ -28,7 +29,7 @@ from safetensors.torch import save_file
 
 from .blocks import first_slot
 from .checkpoint import CheckpointError, drafter_folder, load_drafter, load_state
-from .config import ConfigError, DataError, DflashError, DrafterConfig, TrainConfig
+from .config import ConfigError, DataError, DflashError, DrafterConfig, TrainConfig, default_layer_ids
 from .decode import speculate
 from .events import software_versions
 from .evaluate import DEFINITIONS, evaluate, load_report, pooled_tau, prompt_ids
@@ -153,7 +154,7 @@ def export_config(
     verifier:str=None, # name or path of the target for a server (speculators)
 )->dict: # config.json
     "The config of an export; raises `ConfigError` or `ExportError` where the format would serve another model."
-    if format not in ("z-lab", "speculators"): raise ExportError(f"format={format!r}: choose z-lab (also SGLang and vLLM) or speculators (also vLLM)")
+    if format not in ("z-lab", "speculators"): raise ConfigError(f"format={format!r}: choose z-lab (also SGLang and vLLM) or speculators (also vLLM)")
     _check_fit(d.cfg, target)
     kw = dict(target=target, target_sha256=target_hash(target), dtype=str(dtype).removeprefix("torch."))
     return zlab_config(d.cfg, **kw) if format == "z-lab" else speculators_config(d.cfg, verifier=verifier, **kw)
@@ -180,7 +181,7 @@ def export_drafter(
 )->Path: # the folder
     "Write a servable folder: config.json, model.safetensors, README.md and dflash_export.json; raises `ExportError`."
     path = Path(path)
-    if (path / "checkpoints").exists() or (path / "state.json").exists(): raise ExportError(f"{path} is a training run: export into another folder")
+    if (path / "checkpoints").exists() or (path / "state.json").exists(): raise ConfigError(f"{path} is a training run: export into another folder")
     if target is None: target = _target_of(d.cfg)
     part = path.parent / f".tmp-{path.name}-{os.getpid()}"
     shutil.rmtree(part, ignore_errors=True)
@@ -195,7 +196,7 @@ def export_drafter(
 
 def _target_of(cfg):
     "The target that a drafter names."
-    if not cfg.target_name: raise ExportError("the drafter does not say which target it was trained for: give target=")
+    if not cfg.target_name: raise ConfigError("the drafter does not say which target it was trained for: give target=")
     return load_target(cfg.target_name)
 
 # %% ../nbs/19_export.ipynb #19-export-024
@@ -207,7 +208,7 @@ def _write_export(d, part, format, target, report, training, dtype, verifier):
     (part / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     record = dict(format=format, config=config, weights_sha256=file_hash(part / "model.safetensors"), versions=software_versions(),
                   target=dict(name=target.name, sha256=target_hash(target), num_layers=target.num_layers, hidden_size=target.hidden_size, vocab_size=target.vocab_size),
-                  probe=probe_record(as_stored(d, dtype, target), target), training=training_facts(training), evaluation=None if report is None else _numbers(report))
+                  probe=probe_record(as_stored(d, dtype, target), target), training=training_facts(training, target.num_layers), evaluation=None if report is None else _numbers(report))
     (part / "dflash_export.json").write_text(json.dumps(record, indent=1) + "\n")
     (part / "README.md").write_text(model_card(record))
 
@@ -233,16 +234,20 @@ def file_hash(
 # %% ../nbs/19_export.ipynb #19-export-027
 def training_facts(
     training, # TrainConfig, dict, run directory or None
+    num_layers:int=None, # of the target: its usual feature layers are then no deviation
 )->dict: # plain values; empty when nothing is known
     "What is known of the training: the config with its deviations from the recipe, steps, data."
     if training is None: return {}
     if isinstance(training, dict): return training
-    if isinstance(training, TrainConfig): return dict(config=training.to_dict(), config_hash=training.hash(), deviations=training.deviations())
-    run = Path(training)
-    if not (run / "run.json").exists(): raise DataError(f"training={str(run)!r}: no run there (no run.json); give a run directory, a TrainConfig or a dict")
-    info, saved = json.loads((run / "run.json").read_text()), load_state(run / "checkpoints")
+    if isinstance(training, TrainConfig):
+        usual = num_layers is not None and num_layers > 3 and training.target_layer_ids == default_layer_ids(num_layers)
+        return dict(config=training.to_dict(), config_hash=training.hash(), deviations=(training | dict(target_layer_ids=None) if usual and not training.allow_last_layer else training).deviations())
+    run, step = Path(training), None
+    if (run / "state.json").exists(): run, step = run.parent.parent, int(run.name.split("-")[-1])
+    if not (run / "run.json").exists(): raise DataError(f"training={str(run)!r}: no run there (no run.json); give a run directory, one of its checkpoints, a TrainConfig or a dict")
+    info, saved = json.loads((run / "run.json").read_text()), load_state(run / "checkpoints", step)
     cfg = TrainConfig.from_dict(saved.state["config"])
-    return dict(training_facts(cfg), steps_done=saved.step, data=info.get("data"), trained_on=info.get("target"), went_on_from=info.get("drafter"), versions=saved.state.get("versions"))
+    return dict(training_facts(cfg, num_layers), steps_done=saved.step, data=info.get("data"), trained_on=info.get("target"), went_on_from=info.get("drafter"), versions=saved.state.get("versions"))
 
 def _numbers(report):
     "The numbers of an `EvalReport` that a card shows."
@@ -261,13 +266,14 @@ def model_card(
     "A model card: what this is, how to serve it, what it was trained on, how well it drafts, and who made it with what."
     cfg, t = read_drafter_config(record["config"]), record["target"]
     drafts = cfg.block_size - first_slot(cfg.layout)
+    who = shlex.quote(t["name"]) if "/" in t["name"] else "TARGET"
     head = ["---", "library_name: transformers", "tags: [speculative-decoding, dflash]"] + ([f"base_model: {t['name']}"] if "/" in t["name"] and not Path(t["name"]).exists() else []) + ["---", ""]
     shape = [("target", f"{t['name']} ({t['sha256']})"), ("block", f"{cfg.block_size} slots, layout {cfg.layout}: {drafts} drafts a call"),
              ("features", f"outputs of target layers {list(cfg.target_layer_ids)} (0-based; hidden_states[i + 1]) of {t['num_layers']}"), ("mask token", cfg.mask_token_id),
              ("attention", "both ways inside the block, all context before it, no window"), ("rope", json.dumps(cfg.rope_parameters)),
              ("layers", f"{cfg.num_hidden_layers} of {cfg.hidden_size}"), ("embedding and head", "the target's, unless the weights hold their own")]
     out = head + [f"# DFlash drafter for {t['name']}", "", f"A block-diffusion drafter for speculative decoding (arXiv 2602.06036), format {record['format']}.", "", "| | |", "|---|---|"]
-    out += [f"| {k} | {v} |" for k, v in shape] + ["", "## Serve", "", "```", *(_line.format(drafts=drafts) for _line in _serve_lines(record, cfg)), "```", ""]
+    out += [f"| {k} | {v} |" for k, v in shape] + ["", "## Serve", "", "```", *(x.format(drafts=drafts).replace("TARGET", who) for x in _serve_lines(record, cfg)), "```", ""]
     return "\n".join(out + _card_training(record) + _card_numbers(record) + ["## Made with", "", ", ".join(f"{k} {v}" for k, v in record["versions"].items()), ""])
 
 def _serve_lines(record, cfg):
@@ -483,6 +489,17 @@ def check_identity(
     checks.add("target", f"{where}.target_sha256", None if not sha else sha == target_hash(target), sha or "not stated", target_hash(target))
     checks.add("target", f"{where}.target_name", True if name == target.name else None, name, target.name)
 
+def other_weights(
+    path, # drafter folder
+    target, # `Target` that it is decoded with
+)->str: # one line, or nothing
+    "Says that a folder was exported for other weights of its target: acceptance then says little about the drafter."
+    try: c = json.loads((Path(path) / "config.json").read_text())
+    except (OSError, ValueError): return ""
+    inner = c.get("dflash_nb" if config_format(c) == "speculators" else "dflash_config") or {}
+    sha = inner.get("target_sha256")
+    return f"target {target.name!r} has other weights than the drafter was exported for ({target_hash(target)[:19]} against {sha[:19]}): acceptance may be lower" if sha and sha != target_hash(target) else ""
+
 # %% ../nbs/19_export.ipynb #19-export-043
 def _close(a, b): return float((a - b).abs().max()) / (1e-6 + float(b.abs().max()))
 
@@ -634,6 +651,7 @@ def export_parser(
     "Options of dflash_export."
     p = parser("dflash_export", allow_abbrev=False, description="Write a drafter as a folder that servers load, and check it by its files alone.", epilog="exit codes: 0 done; 1 a check failed; 2 bad input (one line on stderr)")
     p.add_argument("drafter", metavar="RUN_OR_DRAFTER_DIR", help="run directory (its newest checkpoint), drafter folder, or with --check an exported folder")
+    p.add_argument("--checkpoint", default="latest", help="of a run: latest, best or a step number (default: latest)")
     p.add_argument("--out", help="folder to write (default: RUN_OR_DRAFTER_DIR-export)")
     p.add_argument("--format", default="z-lab", help="z-lab (also SGLang, vLLM) or speculators (also vLLM) (default: z-lab)")
     p.add_argument("--target", help="target (default: the one it was trained for)")
@@ -653,7 +671,7 @@ def run_export(
     kinds = dict(float32=torch.float32, bfloat16=torch.bfloat16, float16=torch.float16)
     if args.dtype not in kinds: raise ConfigError(f"dtype={args.dtype!r}: choose {', '.join(kinds)}")
     if not Path(args.drafter).is_dir(): raise CheckpointError(f"{args.drafter!r}: no such folder; give a run directory or a drafter folder")
-    source = drafter_folder(args.drafter)
+    source = drafter_folder(args.drafter, args.checkpoint)
     d = load_drafter(source)
     name = args.target or d.cfg.target_name
     if not name: raise ConfigError(f"{str(source)!r} does not say which target it was trained for: give --target")
@@ -661,7 +679,7 @@ def run_export(
     if args.check: checks, out = verify_export(source, target), source
     else:
         report = load_report(args.report) if args.report else _measure(d, target, args.evaluate)
-        out = export_drafter(d, args.out or f"{str(run).rstrip('/')}-export", args.format, target, report, run if (run / "run.json").exists() else None, kinds[args.dtype], args.verifier, verify=False)
+        out = export_drafter(d, args.out or f"{str(run).rstrip('/')}-export", args.format, target, report, source if (source.parent.parent / "run.json").exists() else None, kinds[args.dtype], args.verifier, verify=False)
         checks = verify_export(out, target, d)
     pushed = push_drafter(out, args.push) if args.push else None
     return dict(command="dflash_export", exit_code=0, folder=str(out), format=config_format(json.loads((Path(out) / "config.json").read_text())), checks=len(checks.rows), warnings=[r.what for r in checks.warned], target=name, pushed=pushed)

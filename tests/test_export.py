@@ -12,7 +12,7 @@ from tiny import FAMILIES, tiny_target
 
 from dflash_nb.blocks import make_blocks
 from dflash_nb.checkpoint import CheckpointError, load_drafter, save_drafter, save_state
-from dflash_nb.config import ConfigError, TrainConfig
+from dflash_nb.config import ConfigError, TrainConfig, default_layer_ids
 from dflash_nb.drafter import Drafter, own_head
 from dflash_nb.evaluate import evaluate
 from dflash_nb.export import (
@@ -21,9 +21,11 @@ from dflash_nb.export import (
     export_drafter,
     main_export,
     model_card,
+    other_weights,
     probe_record,
     push_drafter,
     target_hash,
+    training_facts,
     verify_export,
 )
 from dflash_nb.formats import leaves, read_drafter_config, speculators_config, zlab_config
@@ -267,6 +269,7 @@ def test_a_fine_tuned_target_of_the_same_name_is_told_apart(tmp_path, pair):
     with torch.no_grad():
         next(other.model.parameters())[0, 0] += 1e-3
     assert target_hash(other) != target_hash(target) and "target_sha256" in failures(folder, other)
+    assert "other weights" in other_weights(folder, other) and other_weights(folder, target) == other_weights(tmp_path, other) == ""
     sampled = tiny_target("qwen3")
     assert target_hash(sampled, limit=10).startswith("sha256-sampled:")
 
@@ -313,12 +316,12 @@ def test_what_cannot_be_served_is_refused(tmp_path, pair):
     ):
         with pytest.raises((ExportError, ConfigError), match=said):
             export_drafter(drafter, tmp_path / "e", target=target)
-    with pytest.raises(ExportError, match="format"):
+    with pytest.raises(ConfigError, match="format"):
         export_drafter(d, tmp_path / "e", "gguf", target=target)
-    with pytest.raises(ExportError, match="target="):
+    with pytest.raises(ConfigError, match="target="):
         export_drafter(make(target_name=""), tmp_path / "e")
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
-    with pytest.raises(ExportError, match="training run"):
+    with pytest.raises(ConfigError, match="training run"):
         export_drafter(d, tmp_path / "run", target=target)
     assert [p.name for p in tmp_path.iterdir()] == ["run"]
 
@@ -484,6 +487,10 @@ def test_a_run_directory_exports_its_newest_checkpoint(tmp_path, pair, capsys):
     card = (folder / "README.md").read_text()
     assert "steps done: 3" in card and "gamma 2.0 (recipe: 7.0)" in card and target_hash(target) in card and nano is None
     assert 'num_speculative_tokens": 5' in card
+    save_state(root, 5, d, opt, dict(config=cfg.to_dict(), versions=dict(torch="x")))
+    assert [training_facts(p)["steps_done"] for p in (tmp_path / "run", root / "step-00000003")] == [5, 3]
+    usual = TrainConfig(target_layer_ids=default_layer_ids(6))
+    assert training_facts(usual, 6)["deviations"] == [] != training_facts(usual, 7)["deviations"]
 
 
 def test_the_card_gives_tau_with_its_definition(tmp_path, pair):
@@ -500,8 +507,18 @@ def test_the_card_gives_tau_with_its_definition(tmp_path, pair):
     assert model_card(record) == card and record["evaluation"]["prompts"] == 2
 
 
+def drafter_of_nano():
+    from dflash_nb.target import load_target
+    return Drafter(load_target("nano").drafter_config(TrainConfig(block_size=4, num_draft_layers=1)), seed=None)
+
+
 def test_command_refuses_bad_input_in_one_line(tmp_path, capsys):
-    for argv in (["nowhere"], [str(tmp_path)], [str(tmp_path), "--dtype", "int4"]):
+    save_drafter(drafter_of_nano(), tmp_path / "d")
+    save_drafter(drafter_of_nano(), tmp_path / "run")
+    (tmp_path / "run/checkpoints").mkdir()
+    d, run = str(tmp_path / "d"), str(tmp_path / "run")
+    for argv in (["nowhere"], [str(tmp_path)], [str(tmp_path), "--dtype", "int4"], [d, "--format", "gguf"], [d, "--out", run],
+                 [d, "--checkpoint", "best"], [run, "--checkpoint", "newest"], [run, "--checkpoint", "best"], [run, "--checkpoint", "7"]):
         assert main_export(argv) == 2
         err = capsys.readouterr().err
         assert err.startswith("dflash_export: error: ") and err.count("\n") == 1
