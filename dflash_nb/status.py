@@ -4,7 +4,7 @@
 
 # %% ../nbs/02_status.ipynb #02-status-001
 from __future__ import annotations
-import argparse, json, math, os, shlex, shutil, statistics, subprocess, sys, time
+import argparse, json, math, os, shlex, shutil, statistics, subprocess, sys, textwrap, time
 from pathlib import Path
 from .config import DflashError
 from .events import ASKS, RunDirError, ask, latest, process_alive, read_events, read_state, tail_events, _decode, _encode, _proc_stat, _strict
@@ -123,12 +123,13 @@ class Status(dict):
 def _progress(state, now, live) -> dict:
     step, run, last = state["step"] or {}, state["run"], state["last"]
     per, done, ev = _per_step(state["recent"]), step.get("step", run.get("step")), last.get("eval", {})
+    decoded = last.get("decoded", ev)
     left = run["steps"] - done if run.get("steps") is not None and done is not None else None
     sim = step.get("sim_tau") if step.get("sim_tau") is not None else ev.get("sim_tau")
     return dict(step=done, steps=run.get("steps"), seconds_per_step=per, eta=max(left, 0)*per if live and left is not None and per is not None else None,
                 step_age=max(now - step["t"], 0.) if step else None, loss=step.get("loss"), loss_per_100=_slope(state["recent"]),
                 lr=step.get("lr"), grad_norm=step.get("grad_norm"), grad_cos=step.get("grad_cos"), noise=step.get("noise"), skipped=state["skipped"],
-                sim_tau=sim, walk_tau=ev.get("walk_tau"), tau=ev.get("tau"), tau_ci=ev.get("tau_ci"), tau_step=ev.get("step"),
+                sim_tau=sim, walk_tau=ev.get("walk_tau"), tau=decoded.get("tau"), tau_ci=decoded.get("tau_ci"), tau_step=decoded.get("step"),
                 accept=step.get("accept") if step.get("accept") is not None else ev.get("accept"))
 
 def _stages(state, now, live) -> dict:
@@ -314,7 +315,8 @@ def event_level(
 def event_line(e: dict) -> str:
     "One event as a line for a log."
     at = time.strftime("%H:%M:%S", time.localtime(_num(e.get("t")) or 0))
-    return f"{at} {'ERROR ' if event_level(e) == 'error' else ''}{e['kind']}: {event_text(e)}"
+    text = event_text(e)
+    return f"{at} {'ERROR ' if event_level(e) == 'error' else ''}" + (text if text.startswith(str(e["kind"])) else f"{e['kind']}: {text}")
 
 # %% ../nbs/02_status.ipynb #02-status-065
 def _answer(args) -> int:
@@ -328,7 +330,7 @@ class _Screen:
 
     def show(self, text):
         width, rows = shutil.get_terminal_size()
-        lines = [line[:width - 1] for line in text.splitlines()][:rows - 1]
+        lines = [part for line in text.splitlines() for part in textwrap.wrap(line, width - 1, subsequent_indent="    ") or [""]][:rows - 1]
         sys.stdout.write((f"\033[{self.height}A" if self.height else "") + "\r\033[J" + "\n".join(lines) + "\n")
         sys.stdout.flush()
         self.height = len(lines)

@@ -257,16 +257,15 @@ class WidgetCB(ProgressCB):
         else: self.view.close(trainer.record.outcome)
 
 # %% ../nbs/14f_widget.ipynb #14f-widget-027
-def _rich_view(tail: RunTail, s):
+def _rich_view(tail: RunTail, s, width: int):
     "What rich shows: state, bar, stages, numbers, sparks, devices, events."
     from rich.console import Group
-    from rich.progress_bar import ProgressBar
     from rich.table import Table
     from rich.text import Text
     tone = {"running": "green", "starting": "green", "finished": "green", "failed": "red", "killed": "red"}.get(s.state, "yellow")
     eta = f"  ETA {_secs(s.eta)}" if s.eta is not None else ""
     out = [Text.assemble((f" {state_words(s)} ", f"bold reverse {tone}"), f" {s.run}  step {s.step}/{s.steps or '?'}{eta}  ", (f"heartbeat {_secs(s.heartbeat_age)} ago", "dim"))]
-    if s.steps: out.append(ProgressBar(total=s.steps, completed=s.step or 0))
+    if s.steps: done = int(min((s.step or 0)/s.steps, 1)*width); out.append(Text.assemble(("━"*done, tone), ("━"*(width - done), "dim")))
     out.append(Text(" → ".join([f"{d['stage']} {'✓' if d['ok'] else '✗'} {_secs(d['elapsed'])}" for d in s.stages] + [f"{o['stage']} {_secs(o['elapsed'])}" for o in s.open_stages])))
     for k in CURVE_KEYS:
         if len(c := tail.curves[k]) > 1: out.append(Text.assemble((f"{k:>10} ", "dim"), (f"{c.ys[-1]:<8.4g}", "bold"), (spark(c.ys, 48), "cyan")))
@@ -288,7 +287,7 @@ def _watch_rich(run_dir, every):
         while True:
             while tail.look(): pass
             s = tail.status()
-            live.update(_rich_view(tail, s) if s else Text(f"{run_dir}: waiting for the run to start"), refresh=True)
+            live.update(_rich_view(tail, s, min(console.width - 1, 100)) if s else Text(f"{run_dir}: waiting for the run to start"), refresh=True)
             if s and _over(s): return
             time.sleep(min(every, .5))
 
