@@ -280,12 +280,17 @@ def own_head(
     target, # `Target`
     drafter, # its `own` tables, if any, replace the target's
 ): # `Target`: the same one where the drafter owns nothing, else a view of it
-    "The target with `io()` giving the drafter's own embedding and head; a teacher read through that `io` would be wrong."
+    "The target with `io()` giving the drafter's own embedding and head; `io().teacher_head` stays the target's."
     own = getattr(drafter, "own", None)
     if not own: return target
     view, p = copy.copy(target), target.parts
     place = lambda name, old: _Rows(own[name].to(old.weight.device, old.weight.dtype)) if name in own else old
     view.parts, view.owns_head = replace(p, table=place(EMBEDDING, p.table), lm_head=place(HEAD, p.lm_head)), True
+    def io(device=None, dtype=None):
+        made = type(target).io(view, device, dtype)
+        if HEAD in own: made.teacher_head = target.io(device, dtype).head
+        return made
+    view.io = io
     return view
 
 def drafter_io(

@@ -156,15 +156,15 @@ def teacher_states(
     return final_RTD[row, at_RNB.clamp(0, final_RTD.shape[1] - 1)]
 
 # %% ../nbs/08_losses.ipynb #08-losses-044
-def _teacher_log_probs(spec, head, teacher_MSD):
+def _teacher_log_probs(spec, teacher_MSD):
     "Teacher log-probabilities of a chunk, without gradient; None where nothing reads them."
     if not spec.teacher: return None
-    with torch.no_grad(): return _log_probs(head(teacher_MSD))
+    with torch.no_grad(): return _log_probs(spec.teacher_head(teacher_MSD))
 
 def _slots_loss(spec, head, h_MSD, y_MS, valid_MS, teacher_MSD):
     "`LossOut` of a chunk of blocks; its denominator is the sum of the weights."
     logits_MSV = head(torch.where(valid_MS[..., None], h_MSD, 0))
-    logq, logp = _log_probs(logits_MSV), _teacher_log_probs(spec, head, teacher_MSD)
+    logq, logp = _log_probs(logits_MSV), _teacher_log_probs(spec, teacher_MSD)
     y = logp.argmax(-1) if spec.teacher and spec.labels == "teacher" else y_MS
     nll = loss_terms["ce"](logq, logp, y)
     w = _weights(spec, (-nll.detach()).exp(), valid_MS)
@@ -174,13 +174,13 @@ def _slots_loss(spec, head, h_MSD, y_MS, valid_MS, teacher_MSD):
     right = (logits_MSV.detach().argmax(-1) == y) & valid_MS
     return LossOut(total, {t: v.detach() for t, v in nums.items()}, w.sum(), right.sum(0), valid_MS.sum(0), right.long().cumprod(-1).sum(), None)
 
-# %% ../nbs/08_losses.ipynb #08-losses-055
+# %% ../nbs/08_losses.ipynb #08-losses-048
 def _ce_chunk(spec, head, h_MSD, y_MS, valid_MS, teacher_MSD):
     "`_chunk_loss` for cross-entropy alone, with the logits' gradient in closed form."
     logits_MSV = head(torch.where(valid_MS[..., None], h_MSD, 0))
     with torch.no_grad():
         logq = _log_probs(logits_MSV)
-        y = _teacher_log_probs(spec, head, teacher_MSD).argmax(-1) if spec.labels == "teacher" else y_MS
+        y = _teacher_log_probs(spec, teacher_MSD).argmax(-1) if spec.labels == "teacher" else y_MS
         nll = loss_terms["ce"](logq, None, y)
         w = _weights(spec, (-nll).exp(), valid_MS)
         num, right = torch.where(valid_MS, w * nll, 0).sum(), (logq.argmax(-1) == y) & valid_MS
@@ -189,12 +189,12 @@ def _ce_chunk(spec, head, h_MSD, y_MS, valid_MS, teacher_MSD):
     out = LossOut(num * spec.mix["ce"], {"ce": num}, w.sum(), right.sum(0), valid_MS.sum(0), right.long().cumprod(-1).sum(), None)
     return out, torch.autograd.grad(logits_MSV, h_MSD, dlogits.to(logits_MSV.dtype))[0]
 
-# %% ../nbs/08_losses.ipynb #08-losses-048
+# %% ../nbs/08_losses.ipynb #08-losses-055
 def _ce_chunk_fast(spec, head, h_MSD, y_MS, valid_MS, teacher_MSD):
     "`_ce_chunk` through the kernels of `row_stats` and `row_gradient_`."
     logits_MSV = head(torch.where(valid_MS[..., None], h_MSD, 0))
     with torch.no_grad():
-        y = head(teacher_MSD).argmax(-1) if spec.labels == "teacher" else y_MS
+        y = spec.teacher_head(teacher_MSD).argmax(-1) if spec.labels == "teacher" else y_MS
         x_QV = logits_MSV.detach().flatten(0, 1)
         lse_Q, top_Q = row_stats(x_QV)
         nll = (lse_Q - x_QV.gather(1, y.reshape(-1, 1))[:, 0]).view(y.shape)
@@ -246,7 +246,7 @@ def _slots(blocks, h_RNBD, teacher_RNBD, first):
 def block_loss(
     h_RNBD:torch.Tensor, # the drafter's states after its final norm
     blocks, # `Blocks`: labels_RNB, valid_RNB, keep_RN, start_RN
-    io, # `.head(h) -> logits`, frozen: no gradient reaches its weights
+    io, # `.head(h) -> logits`, frozen: no gradient reaches its weights; `.teacher_head` reads the teacher, where a drafter owns its head
     cfg:TrainConfig, # loss, weighting, gamma, alpha, labels, denominator, loss_chunk, layout
     teacher_RNBD:torch.Tensor=None, # of `teacher_states`, where `needs_teacher(cfg)`
     fast:bool=False, # big chunks and kernels of their own for the logits? (cross-entropy alone; equal but for rounding)
@@ -260,6 +260,7 @@ def block_loss(
     wants_grad, spec.fast = h_RNBD.requires_grad and torch.is_grad_enabled(), fast
     slots = _slots(blocks, h_RNBD if wants_grad else h_RNBD.detach(), teacher_RNBD, first)
     grad = torch.zeros_like(h_RNBD, memory_format=torch.contiguous_format) if wants_grad else None
+    spec.teacher_head = getattr(io, "teacher_head", io.head)
     n, outs = _chunk_size(cfg.loss_chunk, io.head, slots[0], fast), []
     for i in range(0, len(slots[0]), n):
         out, g = _chunk_loss(spec, io.head, *(x[i:i + n] for x in slots))
