@@ -5,16 +5,19 @@
 # %% auto #0
 __all__ = ['CURVES', 'COST', 'SHOWN', 'tidy_rows', 'Ablation', 'final_values', 'complete', 'summarise', 'plot_ablation',
            'draw_curves', 'draw_differences', 'draw_positions', 'markdown', 'latex', 'cost_text', 'ablation_text',
-           'verdicts', 'save_ablation']
+           'verdicts', 'folder_name', 'trained_drafter', 'save_ablation']
 
 # %% ../nbs/16b_results.ipynb #16b-results-001
+import hashlib
 import json
 import math
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
+from .checkpoint import load_drafter
 from .config import ConfigError
 from .stats import compare_arms, difference_table, mean_band, ratio_values, t_quantile
 
@@ -64,6 +67,7 @@ class Ablation:
     def to_markdown(self, metric="tau", **how): return markdown(self.summary(metric, **how))
     def to_latex(self, metric="tau", **how): return latex(self.summary(metric, **how))
     def save(self, folder=None): return save_ablation(self, folder or Path(self.path)/"report")
+    def drafter(self, arm, seed=0, **how): return trained_drafter(self, arm, seed, **how)
     def __repr__(self): return ablation_text(self)
 
 # %% ../nbs/16b_results.ipynb #16b-results-012
@@ -231,6 +235,25 @@ def verdicts(
     n = lambda d: f"{d.seeds} seeds" + (f" x {d.prompts} prompts" if d.prompts else "")
     lines = [f"{arm}: {metric} {d.mean:+.3f} [{d.low:+.3f}, {d.high:+.3f}] ({n(d)}, quantile {d.quantile:.2f}), {table.verdict[arm]}" for arm, d in found.items()]
     return "\n".join([f"{metric}, paired differences to {ab.base}, {level:.0%} over {len(found)} comparison{'s' * (len(found) != 1)} (Holm)", *lines])
+
+# %% ../nbs/16b_results.ipynb #16b-results-031
+def folder_name(
+    name:str, # of an arm
+)->str: # for a folder
+    "Letters, digits and a few signs of a name; a changed or cut one ends in a digest, so that two names have two folders."
+    plain = re.sub(r"[^\w=,+.-]+", "_", name).strip("_.-")[:60]
+    return plain if plain and plain == name else f"{plain or 'arm'}-{hashlib.sha256(name.encode()).hexdigest()[:6]}"
+
+def trained_drafter(
+    ab:Ablation,
+    arm:str,
+    seed:int=0,
+    **how, # of `load_drafter`
+): # `Drafter`
+    "The drafter that a run ended with; raises `ConfigError` for a run that has none."
+    path = Path(ab.path)/"arms"/folder_name(arm)/f"seed-{seed}"/"drafter"
+    if not path.exists(): raise ConfigError(f"no drafter of arm {arm!r}, seed {seed}: arms are {', '.join(ab.arms)}; it may have failed or not be finished")
+    return load_drafter(path, **how)
 
 # %% ../nbs/16b_results.ipynb #16b-results-027
 def save_ablation(

@@ -105,12 +105,12 @@ def paired_difference(
     (S, P), d_S = d_SP.shape, d_SP.mean(1)
     own = d_S.var(ddof=1) if S > 1 else math.nan
     between, df = residual if residual and S > 1 else (own, S - 1)
-    seed_part = max(between, own) / S if S > 1 else 0.0
+    seed_part = float(max(between, own)) / S if S > 1 else 0.0
     prompt_part = _prompt_part(d_SP) if d.ndim == 2 and P > 1 else 0.0
     v = seed_part + prompt_part
     below = seed_part ** 2 / df if S > 1 else 0.0
     if prompt_part: below += prompt_part ** 2 / (P - 1)
-    df = v * v / below if below else float(max(S - 1, P - 1 if d.ndim == 2 and S == 1 else 0))
+    df = float(v * v / below) if below else float(max(S - 1, P - 1 if d.ndim == 2 and S == 1 else 0))
     se = math.sqrt(v) if df else math.nan
     return Difference(float(d_S.mean()), se, df, S, P if d.ndim == 2 else 0, math.sqrt(own / S) if S > 1 else math.nan)
 
