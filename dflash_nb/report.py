@@ -193,7 +193,7 @@ _RULES = """
 .dfl-stages li+li:before{content:"\\2192";color:var(--dfl-dim);padding-right:9px} .dfl-stages li[aria-current]{font-weight:600}
 .dfl-tiles{display:flex;flex-wrap:wrap;gap:4px 18px;margin:6px 0;font-variant-numeric:tabular-nums} .dfl-tiles>div{min-width:62px}
 .dfl-name{color:var(--dfl-dim);font-size:11px;cursor:help} .dfl-value{font-size:15px;font-weight:600;white-space:nowrap} .dfl-tiles small{font-weight:400;color:var(--dfl-dim);font-size:11px}
-.dfl-charts{display:flex;flex-wrap:wrap;gap:8px} .dfl-charts figure{flex:1 1 235px;margin:0;min-width:0;max-width:400px} .dfl-charts svg{width:100%;height:auto;display:block}
+.dfl-charts{display:flex;flex-wrap:wrap;gap:8px} .dfl-charts figure{flex:1 1 235px;margin:0;min-width:0;max-width:400px;display:flex;flex-direction:column;justify-content:space-between} .dfl-charts svg{width:100%;height:auto;display:block}
 .dfl-charts figcaption{display:flex;flex-wrap:wrap;gap:0 10px;font-size:12px} .dfl-charts text{fill:var(--dfl-dim);font-size:11px;font-family:inherit}
 .dfl-wide{overflow-x:auto} .dfl table.dfl-devices{border-collapse:collapse;margin:4px 0;font-size:12px;font-variant-numeric:tabular-nums;color:inherit;border:0} .dfl-devices caption{text-align:left;padding:2px 0}
 .dfl .dfl-devices td,.dfl .dfl-devices th{padding:1px 12px 1px 0;text-align:left;border:0;background:none;white-space:nowrap;max-width:none} .dfl-devices th{color:var(--dfl-dim);font-weight:400} .dfl .dfl-devices tr{background:none}
@@ -576,7 +576,7 @@ class RunReport(_ReadRun):
     def table(self) -> str:
         "A plain table: no script, no style, no class."
         if not self.status: return tag("p", esc(repr(self)))
-        loud = [e for e in self.tail.events if event_level(e) != "info" and e["kind"] != "exception"][-5:]
+        loud = [e for e in self.tail.events if event_level(e) != "info" and e["kind"] not in ("exception", "run_end")][-5:]
         rows = _report_rows(self.tail, self.status) + [("advice", f"{f['text']}. Try: {f['try']}") for f in self.findings] + [(e["kind"], event_text(e)) for e in loud]
         if trace := (self.status.last_exception or {}).get("traceback"): rows.append(("traceback", str(trace)[-1200:]))
         red = lambda v: tag("font", tag("b", esc(v, 900)), color="#d73a49")  # the one colour that needs no style

@@ -91,6 +91,8 @@ def test_view_appears_within_a_second_moves_and_stops_at_a_step_edge(notebook, f
         assert nb.run(2).strip() == "hello"
         time.sleep(.4)
     nb.shot(f"running-{kernel}", 1)
+    named = nb.cell(1).get_by_role("progressbar", name="training progress")
+    assert int(named.get_attribute("aria-valuenow")) > 0 and nb.cell(1).get_by_role("img", name=re.compile("^loss, running mean")).count() == 1
     assert step_shown(nb, 1) > before and curve(nb, 1) != first
     assert nb.text(2).strip() == "hello" and nb.outputs(2).count() == 1
     nb.cell(1).get_by_role("button", name="Stop").click()
@@ -118,7 +120,8 @@ def test_pause_and_checkpoint_buttons(notebook, folder, kernel):
     at = step_shown(nb, 1)
     time.sleep(1.2)
     assert step_shown(nb, 1) == at
-    cell.get_by_role("button", name="Checkpoint").click()
+    cell.get_by_role("button", name="Checkpoint").focus()
+    nb.page.keyboard.press("Space")  # by keyboard alone
     cell.locator(".dfl-events li", has_text=f"checkpoint {at}").first.wait_for(timeout=10_000)
     cell.get_by_role("button", name="Resume").click()
     nb.page.wait_for_function("at => +document.querySelectorAll('.dfl-head b')[1].textContent > at", arg=at, timeout=10_000)
