@@ -184,7 +184,7 @@ def difference_table(
     rows = []
     for arm, d in found.items():
         least = d.detectable(power)
-        verdict = ("higher" if d.mean > 0 else "lower") if d.differs else f"no difference seen (one of {least:.2g} would have been)" if d.df > 0 else "one run: no interval"
+        verdict = ("higher" if d.mean > 0 else "lower") if d.differs else "equal in every run" if d.df > 0 and not d.se else f"no difference seen (one of {least:.2g} would have been)" if d.df > 0 else "one run: no interval"
         rows.append(dict(arm=arm, difference=d.mean, low=d.low, high=d.high, seeds=d.seeds, prompts=d.prompts, quantile=d.quantile, df=d.df,
                          p=d.p, p_holm=d.p_holm, detectable=least, verdict=verdict))
     return _table(rows)
