@@ -8,11 +8,12 @@ __all__ = ['EVENTS', 'COLUMNS', 'TrainError', 'Callback', 'run_callbacks', 'in_o
            'StopWhenCB', 'stop_when']
 
 # %% ../nbs/14d_callbacks.ipynb #14d-callbacks-001
-import contextvars, csv, math, sys, threading, time
+import contextvars, csv, math, queue, sys, threading, time
 from contextlib import suppress
 from pathlib import Path
 import torch
 from .config import ConfigError, DflashError
+from .threads import Worker
 
 # %% ../nbs/14d_callbacks.ipynb #14d-callbacks-007
 class TrainError(DflashError, RuntimeError):
@@ -36,12 +37,13 @@ def run_callbacks(
     event: str,        # one of EVENTS
     trainer,           # handed to each
 ):
-    "Run one event in order; an exception becomes a TrainError that names the callback and the step."
+    "Run one event in order; an exception becomes a TrainError that names callback, step, device and thread."
     for cb in callbacks:
         try: getattr(cb, event)(trainer)
         except DflashError: raise
         except Exception as e:
-            raise TrainError(f"callback {type(cb).__name__}.{event} at step {trainer.step}: {type(e).__name__}: {e}") from e
+            where = f"step {trainer.step} on {trainer.device}, thread {threading.current_thread().name}"
+            raise TrainError(f"callback {type(cb).__name__}.{event} at {where}: {type(e).__name__}: {e}") from e
 
 def in_order(
     defaults: list[Callback],
@@ -104,25 +106,31 @@ class ProgressCB(Callback):
         show: str = "auto",  # auto: bar in a terminal or notebook, else lines
     ):
         if show not in ("auto", "bar", "lines", "off"): raise ConfigError(f"show={show!r}: choose auto, bar, lines or off")
-        self.every, self.show, self.bar, self._thread, self._tau = every, show, None, None, {}
+        self.every, self.show, self.bar, self._worker, self._tau = every, show, None, None, {}
 
     def before_start(self, trainer):
         self.mode = progress_mode() if self.show == "auto" else self.show
         if self.mode == "off": return
-        print(trainer.describe(), flush=True)
-        self._trainer, self._done, self._mark, self._shown = trainer, threading.Event(), (time.perf_counter(), trainer.step), len(trainer.notes)
+        with suppress(OSError, ValueError): print(trainer.describe(), flush=True)  # nobody reads, or the stream is closed
+        self._trainer, self._failed, self._mark, self._shown = trainer, False, (time.perf_counter(), trainer.step), len(trainer.notes)
         if self.mode == "bar":
             from tqdm.std import tqdm
             self.bar = tqdm(total=trainer.cfg.steps, initial=trainer.step, unit="step", dynamic_ncols=True, mininterval=.2)
-        context = contextvars.copy_context()  # in a notebook it ties what the thread prints to this cell
-        self._thread = threading.Thread(target=context.run, args=(self._watch,), name="dflash-progress", daemon=True)
-        self._thread.start()
+        self._worker, self._done, self._ended = Worker("dflash-progress"), queue.SimpleQueue(), queue.SimpleQueue()
+        self._worker.submit(contextvars.copy_context().run, self._watch, bell=self._ended)  # in a notebook the context ties what is printed to this cell
 
     def _watch(self):
         "Show the state at once, then again and again until `after_fit`."
         while True:
-            with suppress(Exception): self._draw()  # a face that cannot draw must not stop a run
-            if self._done.wait(self.every if self.bar is None else .5): return
+            self._try_draw()
+            with suppress(queue.Empty): return self._done.get(timeout=self.every if self.bar is None else .5)
+
+    def _try_draw(self):
+        "A face that cannot draw must not stop a run: that is said once, in the run's events."
+        try: self._draw()
+        except Exception as e:
+            if not self._failed and (log := self._trainer.log): log.warning(f"thread dflash-progress cannot draw: {type(e).__name__}: {e}", step=self._trainer.step)
+            self._failed = True
 
     def _draw(self):
         now, notes = self._now(), self._trainer.notes
@@ -144,9 +152,11 @@ class ProgressCB(Callback):
     def after_eval(self, trainer): self._tau = dict(sim_tau=trainer.last["sim_tau"])
 
     def after_fit(self, trainer):
-        if self._thread is None: return
-        self._done.set(); self._thread.join(2); self._thread = None
-        with suppress(Exception): self._draw()
+        if self._worker is None: return
+        worker, self._worker = self._worker, None
+        self._done.put(None); worker._inbox.put(None)
+        with suppress(queue.Empty): self._ended.get(timeout=2)
+        self._try_draw()
         if self.bar is not None: self.bar.close(); self.bar = None
         with suppress(OSError): print(trainer.record, flush=True)  # nobody reads: the run has ended all the same
 

@@ -188,7 +188,7 @@ def _fold(state, e):
     kind, attempt = e["kind"], e.get("attempt", 0)
     if attempt < state["attempt"]: return
     if kind == "run_start":
-        kept = {k: x for k, x in state["last"].items() if k in ("checkpoint", "eval") and (x.get("step") or 0) <= (e.get("step") or 0)}
+        kept = {k: x for k, x in state["last"].items() if k in ("checkpoint", "eval", "decoded") and (x.get("step") or 0) <= (e.get("step") or 0)}
         state.update(new_state(), attempt=attempt, run=e, last=kept)
     state["t"] = e["t"]
     state["counts"][kind] = state["counts"].get(kind, 0) + 1
@@ -199,6 +199,7 @@ def _fold(state, e):
     elif kind == "graph": state["captured"][str(e.get("device"))] = e.get("count") or state["captured"].get(str(e.get("device")), 0) + 1
     elif kind in ("pause", "unpause"): state["paused"] = kind == "pause"
     elif kind == "run_end": state["outcome"] = e.get("outcome")
+    if kind == "eval" and e.get("tau") is not None: state["last"]["decoded"] = e  # most evaluations do not decode
     if kind != "run_start": state["last"][kind] = {k: _short(v) for k, v in e.items()}
 
 # %% ../nbs/01_events.ipynb #01-events-035
@@ -495,8 +496,9 @@ class _BeatingLog(_Log):
         if self.state["outcome"] is None: self.emit("run_end", outcome=outcome, elapsed=round(time.monotonic() - self.t0, 3), lost=self.lost)
         self._stop.set(); self._done.wait(5)
         with self._lock:
-            with contextlib.suppress(OSError): self.beat()
+            with contextlib.suppress(Exception): self.beat()
             self._file.close(); self._beat.close()
+        _WRITERS.discard(str(self.run_dir.resolve()))
 
 # %% ../nbs/01_events.ipynb #01-events-061
 def _is_cuda_error(exc) -> bool:
@@ -530,9 +532,11 @@ class _SpeakingLog(_BeatingLog):
     def end(self, outcome: str, **more):  # finished | failed | stopped
         "The last word of this attempt; heartbeats go on until `close`."
         self.emit("run_end", outcome=outcome, elapsed=round(time.monotonic() - self.t0, 3), lost=self.lost, **more)
-        with contextlib.suppress(OSError): self.beat()
+        with contextlib.suppress(Exception): self.beat()
 
-# %% ../nbs/01_events.ipynb #01-events-072
+# %% ../nbs/01_events.ipynb #01-events-063
+_WRITERS = set()  # run directories that this process writes
+
 class EventLog(_SpeakingLog):
     "The writer of a run directory: a new attempt at each start, a heartbeat each second, one line an event."
     def __init__(self,
@@ -553,6 +557,7 @@ class EventLog(_SpeakingLog):
         if config is not None: write_json(run_dir/"config.json", config)
         write_json(run_dir/"environment.json", env)
         _take_asks(run_dir)
+        _WRITERS.add(str(run_dir.resolve()))
         self.emit("run_start", run=run_dir.resolve().name, step=step, steps=steps, config=config, environment=env, **extra)
         self._thread.start()
 
@@ -573,11 +578,12 @@ class EventLog(_SpeakingLog):
         if exc is not None and not left and self.state["outcome"] is None: self.exception(exc)
         self.close("finished" if exc is None else "stopped" if left else "failed")
 
-# %% ../nbs/01_events.ipynb #01-events-063
+# %% ../nbs/01_events.ipynb #01-events-072
 def _refuse_busy(run_dir, state, beat, fresh=30.):
     "Two writers in one run directory would mix two runs: refuse while the other may live."
     who = (state["run"].get("environment") or {}).get("process")
     if not who or state["outcome"] is not None: return
+    if who == process_identity() and str(run_dir.resolve()) not in _WRITERS: return  # this process, whose last words found no room
     alive, age = process_alive(who), time.time() - max((beat or {}).get("t") or 0., state["t"] or 0.)
     if alive or (alive is None and age < fresh):
         raise RunDirError(f"run_dir {str(run_dir)!r} is being written by process {who['pid']} on {who['host']} (heartbeat {age:.0f} s ago): "

@@ -19,7 +19,7 @@ from .drafter import Drafter
 from .losses import combine
 from .sides import DrafterSide, Inputs, TargetSide, map_tensors, span_seconds
 from .target import Target
-from .threads import Exchange, Pool, Stopped, Watchdog
+from .threads import Exchange, Pool, Stopped, Watchdog, at_step
 
 # %% ../nbs/14c_pipeline.ipynb #14c-pipeline-007
 @dataclass(frozen=True)
@@ -144,8 +144,9 @@ def feed(reader: TargetSide, exchange: Exchange, slots, batch_of, cfg: TrainConf
             dog.beat("waiting for a free slot", waits=True)
             step, micro, drafter, n = exchange.claim()
             dog.beat(f"the target's forward of step {step + 1}, micro-batch {micro}")
-            inputs = reader.read(batch_of(step).micro(micro, cfg.micro_rows).to(reader.device))
-            exchange.put(step, micro, Item(slots[drafter][n].fill(inputs), reader.guard.pending.pop(), reader.clock.spans.pop()))
+            with at_step(step):
+                inputs = reader.read(batch_of(step).micro(micro, cfg.micro_rows).to(reader.device))
+                exchange.put(step, micro, Item(slots[drafter][n].fill(inputs), reader.guard.pending.pop(), reader.clock.spans.pop()))
             inputs = None
     except Stopped: pass
     finally: dog.quiet()
@@ -162,7 +163,6 @@ def train_share(side: DrafterSide, exchange: Exchange, step: int, dog: Watchdog)
         exchange.release(side.index)
         items.append((item.flags, item.span))
     side.mark()
-    dog.quiet()
     return combine(outs), items
 
 # %% ../nbs/14c_pipeline.ipynb #14c-pipeline-019
@@ -225,7 +225,7 @@ class _Pipeline:
         self.readers, self.sides, self.packed, self.cfg = readers, sides, packed, cfg
         self.micros = cfg.token_budget//cfg.row_len//cfg.micro_rows
         self.guard, self.dog = StateGuard(), dog or Watchdog(None, print)
-        self.batch_of = functools.lru_cache(maxsize=4)(functools.partial(batch_at, packed, cfg))
+        self.batch_of, self.cores = functools.lru_cache(maxsize=4)(functools.partial(batch_at, packed, cfg)), torch.get_num_threads()
 
     @property
     def lead(self): return self.sides[0]
@@ -239,6 +239,15 @@ class _Pipeline:
         read, trained = self.target_seconds, sum(s.clock.take() for s in self.sides)/len(self.sides)
         idle = lambda s: round(min(1., max(0., 1 - s/seconds)), 4) if seconds > 0 else 0.
         return dict(target_tok_s=rate(read, threads), drafter_tok_s=rate(trained), **(self.queue() | dict(target_wait=idle(read/threads), drafter_wait=idle(trained)) if self.threads else {}))
+
+    def check(self): "Raise what a thread in the background has met."
+    def alive(self) -> list: return []  # names of threads that outlived their run
+
+    def free(self):
+        "Drop gradients, kept features and batches: weights and moments stay."
+        for s in self.sides: s.free()
+        for r in self.readers: r.features.clear(); r.guard.pending.clear(); r.clock.take()
+        self.batch_of.cache_clear()
 
     def rows(self, step) -> list:
         "Numbers of the packed rows of a step."
@@ -280,11 +289,11 @@ class Alone(_Pipeline):
         return row
 
     def close(self, timeout=5.):
-        for s in self.sides: s.free()
         self._outs = None
+        self.free()
         return []
 
-# %% ../nbs/14c_pipeline.ipynb #14c-pipeline-034
+# %% ../nbs/14c_pipeline.ipynb #14c-pipeline-030
 class Threads(_Pipeline):
     "Target threads and drafter threads, owned by one pool."
     threads = True
@@ -292,48 +301,72 @@ class Threads(_Pipeline):
         super().__init__(readers, sides, packed, cfg, dog)
         if self.micros < len(sides): raise ConfigError(f"{len(sides)} drafters share {self.micros} micro-batches a step: each needs one, so lower micro_rows={cfg.micro_rows} or name fewer drafters")
         self.depth, self.exchange, self.pool = depth, None, Pool()
-        self._cores = torch.get_num_threads()
+        self._closed, self._lives, self._lock = True, 0, threading.Lock()
 
     def start(self,
         step: int,  # first step
         stage,      # context manager factory: names what start-up does
     ):
         "Make the threads, warm them up one after another, start the target's."
+        self._closed = False
         sync_replicas(self.sides)
         ahead = list(enumerate(self.readers)), list(enumerate(self.sides))
         targets = [self._worker("target", i, r.device) for i, r in ahead[0]]
         self._drafters = [self._worker("drafter", i, s.device) for i, s in ahead[1]]
         batch = self.batch_of(step).micro(0, self.cfg.micro_rows)
         for i, r in ahead[0]:
-            with stage(f"warm target {i}"): inputs, = self.run([(targets[i], warm_target, r, batch)])
+            with stage(f"warm target {i}"): inputs, = self.run([(targets[i], warm_target, r, batch)], step)
         for i, s in ahead[1]:
-            with stage(f"warm drafter {i}"): self.run([(self._drafters[i], warm_drafter, s, inputs)])
+            with stage(f"warm drafter {i}"): self.run([(self._drafters[i], warm_drafter, s, inputs)], step)
         slots = [[Slot(s.device) for _ in range(self.depth)] for s in self.sides]
         self.exchange = Exchange(self.micros, len(self.sides), self.depth, step, self.cfg.steps)
         for w, r in zip(targets, self.readers): self.pool.watch(w, feed, r, self.exchange, slots, self.batch_of, self.cfg, self.dog)
 
     def _worker(self, kind, i, device):
         cpus = sum(x.device.type == "cpu" for x in (*self.readers, *self.sides))
-        return self.pool.start(f"dflash-{kind}{i}:{device}", device, functools.partial(own_modes, device, True, max(1, self._cores//max(cpus, 1))))
+        return self.pool.start(f"dflash-{kind}{i}:{device}", device, functools.partial(self._life, device, max(1, self.cores//max(cpus, 1))))
 
-    def run(self, jobs):
+    @contextmanager
+    def _life(self, device, cores):
+        "The modes of a thread; the last one to leave a closed pipeline, however late, drops what the run held."
+        with self._lock: self._lives += 1
+        try:
+            with own_modes(device, True, cores): yield
+        finally:
+            with self._lock: self._lives -= 1
+            if self._closed and not self._lives: self.free()
+
+    def run(self,
+        jobs,              # [(worker, fn, args...)]
+        step: int | None = None,  # optimizer steps done before this work; its errors carry it
+    ):
         "Run jobs in their threads while this one waits, watched."
         self.dog.beat("waiting for " + ", ".join(w.name for w, *_ in jobs), waits=True)
-        try: return self.pool.run(jobs)
+        try: return self.pool.run([(w, self._watched, step, *job) for w, *job in jobs])
         finally: self.dog.beat("between steps")
+
+    def _watched(self, step, fn, *args):
+        "A job with signs of life, and its step on its errors."
+        self.dog.beat(fn.__name__.replace("_", " "))
+        try:
+            with at_step(step): return fn(*args)
+        finally: self.dog.quiet()
+
+    def check(self): self.pool.check()
+    def alive(self): return self.pool.alive()
 
     def gradients(self, step):
         "Gradient sums of the whole step, the same in every replica."
-        each = self.run([(w, train_share, s, self.exchange, step, self.dog) for w, s in zip(self._drafters, self.sides)])
+        each = self.run([(w, train_share, s, self.exchange, step, self.dog) for w, s in zip(self._drafters, self.sides)], step)
         self._outs, items = [out for out, _ in each], [x for _, xs in each for x in xs]
         self.guard.pending = [flags for flags, _ in items]
         self._spans = [span for _, span in items]
         if len(self.sides) == 1: return
-        for fn in (sum_share, fetch_shares): self.run([(w, fn, self.sides, d) for d, w in enumerate(self._drafters)])
+        for fn in (sum_share, fetch_shares): self.run([(w, fn, self.sides, d) for d, w in enumerate(self._drafters)], step)
 
     def update(self, step) -> dict:
         "One optimizer step of every replica; the first one's metrics."
-        rows = self.run([(w, update_and_read, s, self._outs, step, self.sides, d == 0) for d, (w, s) in enumerate(zip(self._drafters, self.sides))])
+        rows = self.run([(w, update_and_read, s, self._outs, step, self.sides, d == 0) for d, (w, s) in enumerate(zip(self._drafters, self.sides))], step)
         self.target_seconds = sum(map(span_seconds, self._spans))
         return rows[0]
 
@@ -343,29 +376,30 @@ class Threads(_Pipeline):
         timeout: float = 5.,  # seconds for all threads together
     ) -> list:
         "End all threads and drop the buffers; names of threads that did not end in time."
+        self._closed = True
         if self.exchange is not None: self.exchange.close()
         busy = self.pool.close(timeout)
-        if any(x.device.type == "cpu" for x in (*self.readers, *self.sides)): torch.set_num_threads(self._cores)
-        if not busy:
-            for s in self.sides: s.free()
+        if any(x.device.type == "cpu" for x in (*self.readers, *self.sides)): torch.set_num_threads(self.cores)
         self.exchange = self._outs = self._spans = None
+        if not busy: self.free()
         return busy
 
-# %% ../nbs/14c_pipeline.ipynb #14c-pipeline-030
+# %% ../nbs/14c_pipeline.ipynb #14c-pipeline-034
 @contextmanager
 def own_modes(
     device: torch.device,
     stream: bool = False,  # on CUDA: a stream of its own?
     cores: int | None = None,  # on a CPU: cores for one operation
 ):
-    "Gradients on, inference mode and the caller's autocast off: none of this passes from thread to thread, or should."
+    "Gradients on; the caller's inference mode, autocast, default device and thread count off: none of this passes from thread to thread, or should."
     device = torch.device(device)
     if device.type == "cpu" and cores: torch.set_num_threads(cores)
-    on = nullcontext()
+    on, default = nullcontext(), torch.get_default_device()
     if device.type == "cuda":
         torch.cuda.set_device(device)
         if stream: on = torch.cuda.stream(torch.cuda.Stream(device))
-    with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False), on: yield
+    plain = nullcontext() if default.type == "cpu" else torch.device("cpu")  # costs a little each call, so only where it is needed
+    with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False), plain, on: yield
 
 def warm_target(reader: TargetSide, batch) -> Inputs:
     "One pass that leaves nothing but warm kernels (and, where rows are kept, their features)."

@@ -80,6 +80,10 @@ class FeatureCache:
         self.target, self.cfg, self.rows, self.room = target, cfg, {}, int(cfg.feature_cache*2**30)
         self.keeps, self.final, self._lock = self.room > 0, needs_teacher(cfg), threading.Lock()
 
+    def clear(self):
+        "Forget all rows."
+        self.rows, self.room = {}, int(self.cfg.feature_cache*2**30)
+
     def read(self,
         batch,  # Batch
     ) -> tuple:

@@ -190,7 +190,7 @@ def test_a_stall_is_reported_with_all_stacks_once(tmp_path):
     t = make(tmp_path / "r", LONG | dict(steps=4), [At(2, lambda t: time.sleep(1.2))], devices=devices(1, 1), stall=.3)
     t.fit()
     said = [e for e in read_events(tmp_path / "r") if e["kind"] == "warning" and "no progress" in e["text"]]
-    assert len(said) == 1 and "MainThread in between steps" in said[0]["text"] and "time.sleep(1.2)" in said[0]["stacks"]
+    assert len(said) == 1 and "MainThread in callbacks after_step" in said[0]["text"] and "time.sleep(1.2)" in said[0]["stacks"]
     assert "dflash-drafter0:cpu" in said[0]["stacks"]
 
 

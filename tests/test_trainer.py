@@ -529,17 +529,19 @@ KINDS = [dict(), dict(loss={"ce": .3, "fkl": .7}, labels="teacher"), dict(layout
 @pytest.mark.parametrize("delta", KINDS, ids=str)
 def test_kept_features_change_no_bit_and_are_read_once(tmp_path, monkeypatch, delta):
     "Two and a half epochs; features and, where the loss asks, teacher states come from memory."
-    cfg, ends, reads, seen = CFG | dict(val_share=0., steps=12) | delta, [], [], counted(monkeypatch)
+    cfg, ends, reads, seen, kept = CFG | dict(val_share=0., steps=12) | delta, [], [], counted(monkeypatch), []
     for gib in (0., 1.):
         before = seen[0]
-        t = make(tmp_path / f"r{gib}", cfg | dict(feature_cache=gib), ds=toy_data(16))
+        look = At(12, lambda t: kept.append(dict(t.line.readers[0].features.rows)))
+        t = make(tmp_path / f"r{gib}", cfg | dict(feature_cache=gib), [look], ds=toy_data(16))
         t.fit()
         ends.append((t.history.loss.tolist(), t.history.grad_norm.tolist()))
         reads.append(seen[0] - before)
     assert ends[0] == ends[1] and same_end(tmp_path / "r0.0", tmp_path / "r1.0", 12)
     rows = len(t.packed)
-    assert reads == [24, rows] and 2 * rows < 24 and set(t.line.readers[0].features.rows) == set(range(rows))
-    finals = [len(row) == 3 for row in t.line.readers[0].features.rows.values()]
+    assert reads == [24, rows] and 2 * rows < 24 and set(kept[1]) == set(range(rows))
+    assert not kept[0] and not t.line.readers[0].features.rows
+    finals = [len(row) == 3 for row in kept[1].values()]
     assert all(finals) if "loss" in delta else not any(finals)
 
 
@@ -548,12 +550,12 @@ def test_kept_features_stay_within_the_limit(tmp_path, monkeypatch, teacher):
     cfg = CFG | dict(val_share=0., steps=12, noise=0.) | (dict(loss="fkl") if teacher else {})
     row = 64 * 4 * (3 * 32 + 32 * teacher) + 1  # three layers of 32 in float32, the final states, and a flag
     make(tmp_path / "none", cfg | dict(feature_cache=0), ds=toy_data(16)).fit()
-    seen = counted(monkeypatch)
-    t = make(tmp_path / "some", cfg | dict(feature_cache=(3 * row + row - 1) / 2**30), ds=toy_data(16))
+    seen, room, kept = counted(monkeypatch), [], {}
+    look = At(12, lambda t: (kept.update(t.line.readers[0].features.rows), room.append(t.line.readers[0].features.room)))
+    t = make(tmp_path / "some", cfg | dict(feature_cache=(3 * row + row - 1) / 2**30), [look], ds=toy_data(16))
     t.fit()
-    kept = t.line.readers[0].features.rows
     assert len(kept) == 3 < len(t.packed) and sum(x.nbytes for found in kept.values() for x in found) == 3 * row
-    assert t.line.readers[0].features.room == row - 1 and seen[0] < 24 and same_end(tmp_path / "none", tmp_path / "some", 12)
+    assert room == [row - 1] and seen[0] < 24 and same_end(tmp_path / "none", tmp_path / "some", 12)
 
 
 def test_resume_is_exact_with_and_without_kept_features(tmp_path):
