@@ -52,6 +52,7 @@ def save_drafter(
 ) -> Path:
     "Write a drafter as `model.safetensors` + `config.json` with z-lab names and keys; returns the folder."
     path = Path(path)
+    if path.exists() and not path.is_dir(): raise ConfigError(f"{path} is a file: give a folder for the drafter")
     path.mkdir(parents=True, exist_ok=True)
     part = path/f".tmp-drafter-{os.getpid()}"
     part.mkdir(exist_ok=True)

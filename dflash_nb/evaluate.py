@@ -20,6 +20,8 @@ from .blocks import first_slot, make_blocks
 from .config import ConfigError, DataError
 from .data import Batch
 from .decode import drafts_a_call, generate, position_counts, speculate
+from .drafter import Drafter
+from .target import Target, used_ids
 
 # %% ../nbs/12_evaluate.ipynb #12-evaluate-007
 def prompt_ids(
@@ -277,6 +279,7 @@ def evaluate(
     progress=None, # called as progress(done, total, row) after each prompt
 )->EvalReport:
     "Decode every prompt with the drafter, compare with plain decoding, and pool."
+    if not isinstance(drafter, Drafter) or not isinstance(target, Target): raise ConfigError(f"evaluate(drafter, target, prompts) got a {type(drafter).__name__} and a {type(target).__name__}: give load_drafter(path) and load_target(name)")
     ids = _all_ids(prompts, target)
     if gap_tolerance == "auto": gap_tolerance = TOLERANCE.get(target.dtype, .5)
     how = dict(max_new_tokens=max_new_tokens, temperature=temperature, stop_ids=stop_ids)
@@ -312,10 +315,11 @@ class _Side:
 
 def _all_ids(prompts, target):
     "Token ids of every prompt; a bad one is named by its row."
+    if isinstance(prompts, (str, dict)): raise DataError("prompts is a single one: give a list of prompts")
     prompts, out = list(prompts), []
     if not prompts: raise DataError("no prompts: give at least one")
     for i, p in enumerate(prompts):
-        try: out.append(prompt_ids(p, target))
+        try: out.append(prompt_ids(p, target)); used_ids(target, out[-1])
         except DataError as e: raise DataError(f"prompt {i}: {e}") from None
         if not out[-1]: raise DataError(f"prompt {i}: no tokens before the answer")
     return out

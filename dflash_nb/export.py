@@ -182,6 +182,7 @@ def export_drafter(
     "Write a servable folder: config.json, model.safetensors, README.md and dflash_export.json; raises `ExportError`."
     path = Path(path)
     if (path / "checkpoints").exists() or (path / "state.json").exists(): raise ConfigError(f"{path} is a training run: export into another folder")
+    if path.exists() and not path.is_dir(): raise ConfigError(f"{path} is a file: give a folder for the export")
     if target is None: target = _target_of(d.cfg)
     part = path.parent / f".tmp-{path.name}-{os.getpid()}"
     shutil.rmtree(part, ignore_errors=True)
@@ -574,6 +575,7 @@ def verify_export(
     show:bool=True, # print the table?
 )->Checks: # all passed, perhaps with warnings
     "Check an export by its files alone; prints the table, raises `ExportError` naming what failed."
+    if (Path(path) / "checkpoints").is_dir(): raise ConfigError(f"{path} is a training run, not an export: write one with export_drafter(load_drafter({str(path)!r}), folder), or dflash_export {shlex.quote(str(path))}")
     checks = Checks(str(path))
     config, record = _open_export(checks, Path(path))
     if config is not None: _run_checks(checks, Path(path), config, record, drafter, target, prompts, max_new_tokens if run else None)

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['KNOWN', 'asset', 'Parts', 'text_config', 'find_parts', 'trace', 'embed_scale', 'measure_parts', 'EmbedHead',
            'head_gap', 'Taps', 'Target', 'tap_features', 'cached_step', 'crop_cache', 'causal_gap', 'packing_gap',
-           'cache_gap', 'check_target', 'target_from_model', 'rope_of', 'choose_mask_token', 'drafter_config',
-           'encode_prompt', 'decode_ids', 'locate', 'load_target']
+           'cache_gap', 'check_target', 'target_from_model', 'rope_of', 'used_ids', 'choose_mask_token',
+           'drafter_config', 'encode_prompt', 'decode_ids', 'locate', 'load_target']
 
 # %% ../nbs/04_target.ipynb #04-target-001
 import contextlib
@@ -445,12 +445,18 @@ def rope_of(
     return dict(rope_type=kind, rope_theta=float(rope["rope_theta"]), **keep), note
 
 # %% ../nbs/04_target.ipynb #04-target-092
-def _used_ids(data_ids, rows):
-    "Token ids that stand in the data, as a set; a few megabytes at a time."
-    seen, flat = np.zeros(rows, bool), np.asarray([] if data_ids is None else data_ids).reshape(-1)
+def used_ids(
+    target:Target, # that is to read them
+    ids, # token ids, any shape
+)->set: # those that stand there
+    "Token ids of data or prompts; raises `DataError` for one that the target has no row for (on a GPU it would end the process)."
+    rows, flat = target.vocab_size, np.asarray(ids).reshape(-1)
+    seen = np.zeros(rows, bool)
     for i in range(0, len(flat), 1 << 20):
         part = flat[i:i + (1 << 20)]
-        seen[part[(part >= 0) & (part < rows)]] = True
+        out = part[(part < 0) | (part >= rows)]
+        if len(out): raise DataError(f"token id {int(out[0])} in the data, but target {target.name!r} has rows 0 to {rows - 1}: encode the data with this target's tokenizer")
+        seen[part] = True
     return set(np.flatnonzero(seen).tolist())
 
 def _named_token(target, taken):
@@ -469,7 +475,7 @@ def choose_mask_token(
     data_ids=None, # token ids of the data; one of them is neither accepted nor chosen, but for a tokenizer's mask token without an alternative
 )->tuple: # id, where it comes from
     "The id for mask slots: given, the tokenizer's, a spare row, a named token; raises `ConfigError`."
-    used = _used_ids(data_ids, target.vocab_size)
+    used = set() if data_ids is None else used_ids(target, data_ids)
     rows, tok, taken = target.vocab_size, target.tokenizer, {target.pad_id, *target.eos_ids}
     own = getattr(tok, "mask_token_id", None)
     own = own if own is not None and own not in taken and own < rows else None

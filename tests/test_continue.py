@@ -15,13 +15,13 @@ from dflash_nb import cli
 from dflash_nb.blocks import make_blocks
 from dflash_nb.callbacks import Callback, ProgressCB
 from dflash_nb.checkpoint import CheckpointError, copy_drafter, drafter_hash, load_drafter, save_drafter
-from dflash_nb.config import ConfigError, TrainConfig
-from dflash_nb.data import Dataset
-from dflash_nb.drafter import EMBEDDING, HEAD, Drafter
+from dflash_nb.config import ConfigError, TrainConfig, resolve
+from dflash_nb.data import Dataset, batch_at, pack
+from dflash_nb.drafter import EMBEDDING, HEAD, Drafter, own_head
 from dflash_nb.evaluate import evaluate, sim_tau
 from dflash_nb.events import latest, read_events
 from dflash_nb.export import export_drafter, verify_export
-from dflash_nb.losses import block_loss
+from dflash_nb.losses import block_loss, teacher_states
 from dflash_nb.preflight import preflight, preflight_key
 from dflash_nb.target import Target, load_target
 from dflash_nb.trainer import Trainer
@@ -205,6 +205,22 @@ def test_another_target_and_a_missing_drafter_are_refused(target, ds, tmp_path):
         trainer(tiny_target("qwen2"), ds, tmp_path / "r", drafter_of(target))
     with pytest.raises(ConfigError, match=r"drafter=load_drafter\(path\).*--drafter"):
         trainer(target, ds, tmp_path / "r", None, CFG | dict(init="drafter"))
+
+
+def test_a_teacher_is_read_through_the_targets_head(target, ds):
+    d = drafter_of(target, own=TABLES)
+    cfg = resolve(CFG | dict(loss="fkl", weighting="flat", block_size=6, target_layer_ids=(0, 3), mask_token_id=259), target)
+    batch, io, plain = batch_at(pack(ds, 64), cfg, 0), own_head(target, d).io(), target.io()
+    feats, final = (x.clone() for x in target.features(batch.ids_RT, batch.pos_RT, (0, 3), final=True))
+    blocks = make_blocks(batch, 6, 259, cfg.layout)
+    teacher = teacher_states(final, blocks)
+    h = d(d.context(feats), batch.pos_RT, io.embed(blocks.ids_RNB), blocks)
+    logp, logq = (torch.nn.functional.linear(x, w).log_softmax(-1) for x, w in ((teacher, plain.rows), (h, d.own[HEAD])))
+    want = (logp.exp() * (logp - logq)).sum(-1)[blocks.valid_RNB].mean()
+    assert float(block_loss(h, blocks, io, cfg, teacher).loss) == pytest.approx(float(want), rel=1e-5)
+    argmax = block_loss(h, blocks, io, cfg | dict(loss="ce", labels="teacher"), teacher)
+    nll = -logq.gather(-1, logp.argmax(-1, keepdim=True))[..., 0][blocks.valid_RNB].mean()
+    assert float(argmax.loss) == pytest.approx(float(nll), rel=1e-5)
 
 
 @pytest.mark.parametrize("change", [dict(loss="fkl"), dict(labels="teacher")], ids=str)

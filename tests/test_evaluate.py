@@ -10,7 +10,7 @@ from decoding import LAYOUTS, Docs, answers, as_batch, fit, lookup_target, tiny_
 
 import dflash_nb.decode as decode
 import dflash_nb.evaluate as ev
-from dflash_nb.config import DataError
+from dflash_nb.config import ConfigError, DataError
 from dflash_nb.decode import generate, speculate
 from dflash_nb.evaluate import (
     emitted_at,
@@ -297,7 +297,13 @@ def test_prompt_forms_agree(target):
     ([], "no prompts"), ([[5], dict(messages=[])], "prompt 1: .*messages"),
     ([dict(messages=[dict(role="assistant", content="x")])], "prompt 0"), ([dict(turns=[])], "turns"),
     ([dict(question="x")], "question"), ([[5], []], "prompt 1: no tokens"), ([["a", "b"]], "token ids"),
-    ([dict(input_ids=[4, 5], loss_mask=[1, 1])], "no tokens before the answer")])
+    ([dict(input_ids=[4, 5], loss_mask=[1, 1])], "no tokens before the answer"), ("hello", "single one"), (dict(text="x"), "single one"),
+    ([[5], [5, 999]], "prompt 1: token id 999"), ([[-2]], "prompt 0: token id -2")])
 def test_bad_prompts(target, prompts, message):
     with pytest.raises(DataError, match=message):
         evaluate(tiny_drafter(target), target, prompts)
+
+
+def test_a_target_where_a_drafter_belongs_is_named(target):
+    with pytest.raises(ConfigError, match="got a Target and a Drafter"):
+        evaluate(target, tiny_drafter(target), [[5]])

@@ -323,7 +323,13 @@ def test_what_cannot_be_served_is_refused(tmp_path, pair):
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     with pytest.raises(ConfigError, match="training run"):
         export_drafter(d, tmp_path / "run", target=target)
-    assert [p.name for p in tmp_path.iterdir()] == ["run"]
+    with pytest.raises(ConfigError, match="not an export.*dflash_export"):
+        verify_export(tmp_path / "run", target)
+    (tmp_path / "file").touch()
+    for write in (export_drafter, save_drafter):
+        with pytest.raises(ConfigError, match="is a file: give a folder"):
+            write(d, tmp_path / "file")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "run"]
 
 
 @pytest.mark.parametrize(

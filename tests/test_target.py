@@ -12,7 +12,7 @@ from tiny import EXTRA, FAMILIES, PADDED, TIED, byte_tokenizer, tiny_config, tin
 from torch import nn
 
 from dflash_nb import target as target_module
-from dflash_nb.config import ConfigError, TargetError, TrainConfig
+from dflash_nb.config import ConfigError, DataError, TargetError, TrainConfig
 from dflash_nb.target import Target, choose_mask_token, load_target, rope_of
 
 ALL = FAMILIES + EXTRA
@@ -392,6 +392,13 @@ def test_mask_token_order():
     assert full.mask_token_id() == 256
     with pytest.raises(ConfigError, match="free"):
         full.mask_token_id(data_ids=[5, 256, 256])
+
+
+def test_ids_without_a_row_are_refused():
+    t = tiny_target("qwen3")
+    for ids in ([5, 260], [-1], np.full((1 << 20) + 1, 260, np.int32)):
+        with pytest.raises(DataError, match="rows 0 to 259.*this target's tokenizer"):
+            choose_mask_token(t, data_ids=ids)
 
 
 def test_a_token_of_the_data_is_no_mask_token():
