@@ -5,14 +5,20 @@
 # %% auto #0
 __all__ = ['GEOMETRIES', 'KINDS', 'Geometry', 'products', 'attention_flops', 'step_flops', 'StepInputs', 'random_inputs',
            'RandomIO', 'random_drafter', 'step_runner', 'run_step', 'milliseconds', 'product_ms', 'matmul_ceiling',
-           'bench_step', 'machine', 'kind_of', 'kernel_times']
+           'bench_step', 'machine', 'kind_of', 'kernel_times', 'run_bench', 'bench_parser', 'main_bench', 'bench_text',
+           'Rates', 'plan_step']
 
 # %% ../nbs/16a_bench.ipynb #16a-bench-001
+import argparse
+import gc
+import json
 import platform
 import statistics
+import sys
 import time
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import torch
@@ -20,7 +26,9 @@ import torch
 from .blocks import Blocks, make_blocks
 from .config import ConfigError, DrafterConfig, TrainConfig
 from .drafter import Drafter
-from .graphs import device_counts, make_runner
+from .events import software_versions
+from .float8 import Float8Head
+from .graphs import RUNNERS, device_counts, make_runner
 from .losses import block_loss
 from .optim import clip_gradients, guarded_step, make_optimizer
 
@@ -50,13 +58,12 @@ def products(
     g:Geometry, # of a step
     rows:int, # a micro-batch
 )->list: # (name, M, N, K, times) of every matrix product but those inside attention; backward included
-    "Matrix products of one micro-batch: forward, gradient to the input where something below trains, gradient to the weight."
+    "Matrix products of one micro-batch: forward, gradient to the input (the features want none), gradient to the weight."
     D, E, Q, T, L = g.hidden, g.head_dim, rows * g.anchors * g.block, rows * g.row_len, g.layers
     own = [("q", D, g.heads * E), ("k", D, g.kv_heads * E), ("v", D, g.kv_heads * E), ("o", g.heads * E, D), ("gate", D, g.mlp), ("up", D, g.mlp), ("down", g.mlp, D)]
     found = []
     for name, i, o in own:
-        first = name in "qkv" # the first layer's input is the frozen embedding
-        found += [(name, Q, o, i, L), (name + " dx", Q, i, o, L - first), (name + " dw", o, i, Q, L)]
+        found += [(name, Q, o, i, L), (name + " dx", Q, i, o, L), (name + " dw", o, i, Q, L)]
     for name in ("k", "v"):
         o = g.kv_heads * E
         found += [(name + " context", T, o, D, L), (name + " context dx", T, D, o, L), (name + " context dw", o, D, T, L)]
@@ -213,24 +220,29 @@ def bench_step(
     device:str="cpu", # where
     dtype:torch.dtype=None, # of autocast; None: bfloat16 on CUDA, else float32
     micro_rows:int=None, # rows a micro-batch; None: all
-    steps:int=10, # timed
+    steps:int=10, # timed, after two that are not
     cfg:TrainConfig=None, # loss and optimizer; None: the recipe
     attention:str="auto", # backend
+    head8:bool=False, # the frozen head in float8?
+    kernels:bool=False, # add device milliseconds by kind of kernel?
 )->dict: # one row of the table
     "Median time, rate and peak memory of a drafter step; losses of its steps."
     g = GEOMETRIES[geometry] if isinstance(geometry, str) else geometry
-    dtype, rows, told = dtype or (torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32), micro_rows or g.rows, []
+    cuda, rows, told = torch.device(device).type == "cuda", micro_rows or g.rows, []
     if g.rows % rows: raise ConfigError(f"micro_rows={rows} does not divide {g.rows} rows")
-    cfg = cfg or TrainConfig(block_size=g.block)
-    run = step_runner(random_drafter(g, device, attention), RandomIO(g, device, dtype), cfg, runner, dtype, lambda *x: told.append(x))
+    dtype, cfg = dtype or (torch.bfloat16 if cuda else torch.float32), cfg or TrainConfig(block_size=g.block)
+    io = RandomIO(g, device, dtype)
+    run = step_runner(random_drafter(g, device, attention), Float8Head(io) if head8 else io, cfg, runner, dtype, lambda *x: told.append(x))
     micros = [random_inputs(g, rows, device, dtype, seed) for seed in range(g.rows // rows)]
     start = time.perf_counter()
     run.warm_up(micros[0])
-    warm, before, kept = time.perf_counter() - start, device_counts(device), []
-    if torch.device(device).type == "cuda": torch.cuda.reset_peak_memory_stats(device)
+    warm, kept = time.perf_counter() - start, [run_step(run, micros)]
+    before = device_counts(device)
+    if cuda: torch.cuda.reset_peak_memory_stats(device)
     ms = milliseconds(lambda: kept.append(run_step(run, micros)), device, steps)
-    row = _row(g, run, ms, device, warm) | dict(micro_rows=rows, losses=[o.loss.item() for o, *_ in kept], norms=[n.item() for _, n, _ in kept], fallbacks=told)
-    row["constant"] = before == device_counts(device)
+    row = _row(g, run, ms, device, warm) | dict(micro_rows=rows, head8=head8, fallbacks=told, constant=before == device_counts(device),
+                                                losses=[o.loss.item() for o, *_ in kept], norms=[n.item() for _, n, _ in kept])
+    if kernels: row["kinds"] = _by_kind(kernel_times(lambda: run_step(run, micros)))
     run.close()
     return row
 
@@ -252,7 +264,7 @@ def machine(
 
 # %% ../nbs/16a_bench.ipynb #16a-bench-022
 KINDS = dict(product=("gemm", "cutlass", "nvjet", "cublas", "xmma"), attention=("flex", "flash", "fmha", "attention"), optimizer=("multi_tensor", "fused_adam", "Adam"),
-             compiled=("triton",), copy=("Memcpy", "Memset", "copy"))
+             compiled=("triton",), logits=("_stats_kernel", "_gradient_kernel", "_quantize_kernel"), copy=("Memcpy", "Memset", "copy"))
 
 def kind_of(
     kernel:str, # its name
@@ -270,3 +282,101 @@ def kernel_times(
         torch.cuda.synchronize()
     found = {e.key: (e.self_device_time_total / 1e3, e.count) for e in prof.key_averages() if e.self_device_time_total}
     return dict(sorted(found.items(), key=lambda kv: -kv[1][0]))
+
+# %% ../nbs/16a_bench.ipynb #16a-bench-024
+def _by_kind(kernels):
+    "{kind: milliseconds} of `kernel_times`."
+    kinds = {}
+    for name, (ms, _) in kernels.items(): kinds[kind_of(name)] = kinds.get(kind_of(name), 0.0) + ms
+    return kinds
+
+# %% ../nbs/16a_bench.ipynb #16a-bench-026
+def run_bench(
+    geometry:str="tiny", # of `GEOMETRIES`
+    runners=("auto",), # of `RUNNERS`
+    device:str="cpu", # where
+    batch:dict=None, # changes of the geometry: anchors, rows, row_len, ...
+    **kw, # of `bench_step`
+)->dict: # machine, rows, and the same run's products and ceiling
+    "Benchmark runners one after another, then the products of their step by themselves."
+    g, cuda, rows = GEOMETRIES[geometry] | (batch or {}), torch.device(device).type == "cuda", []
+    for runner in runners:
+        rows.append(bench_step(g, runner, device, **kw))
+        gc.collect()
+        if cuda: torch.cuda.empty_cache()
+    dtype, micro = torch.bfloat16 if cuda else torch.float32, kw.get("micro_rows") or g.rows
+    found = product_ms(g, micro, device, dtype, 3)
+    total = sum(ms for _, ms, _ in found) * (g.rows // micro)
+    for row in rows: row["over_products"] = row["ms"] / total
+    return dict(machine=machine(device), versions=software_versions(), geometry=geometry, shape=asdict(g), rows=rows, products_ms=total,
+                products=[(n, round(ms, 3), round(rate, 1)) for n, ms, rate in found], ceiling_tflops=matmul_ceiling(device, dtype, 8192 if cuda else 512))
+
+# %% ../nbs/16a_bench.ipynb #16a-bench-028
+def bench_parser():
+    "Options of the benchmark's command."
+    p = argparse.ArgumentParser(prog="dflash_bench", description="Time a drafter step beside its own matrix products.")
+    p.add_argument("--geometry", default="tiny", choices=sorted(GEOMETRIES), help="shape of the drafter")
+    p.add_argument("--runners", default="auto", help=f"one or more of {', '.join(RUNNERS)}, with commas")
+    p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="where")
+    p.add_argument("--anchors", type=int, help="blocks a row")
+    p.add_argument("--rows", type=int, help="rows a step")
+    p.add_argument("--row-len", type=int, help="tokens a row")
+    p.add_argument("--micro-rows", type=int, help="rows a micro-batch")
+    p.add_argument("--steps", type=int, default=10, help="steps timed")
+    p.add_argument("--head8", action="store_true", help="the frozen head in float8")
+    p.add_argument("--kernels", action="store_true", help="device time by kind of kernel")
+    p.add_argument("--out", help="JSON file to write")
+    return p
+
+def main_bench(
+    argv=None, # list of strings; None: the command line
+)->int: # exit code
+    "dflash_bench: one table, printed and stored."
+    a = bench_parser().parse_args(argv)
+    batch = {k: v for k, v in dict(anchors=a.anchors, rows=a.rows, row_len=a.row_len).items() if v}
+    seen = run_bench(a.geometry, tuple(a.runners.split(",")), a.device, batch, micro_rows=a.micro_rows, steps=a.steps, head8=a.head8, kernels=a.kernels)
+    seen["command"] = ["dflash_bench", *(sys.argv[1:] if argv is None else argv)]
+    print(bench_text(seen))
+    if a.out: Path(a.out).write_text(json.dumps(seen, indent=1))
+    return 0
+
+# %% ../nbs/16a_bench.ipynb #16a-bench-029
+def bench_text(
+    seen:dict, # of `run_bench`
+)->str: # a plain table
+    "One line a runner, one for the machine."
+    head = f"{'runner':10}{'ms':>9}{'ms/row':>9}{'TFLOP/s':>9}{'x products':>12}{'GiB':>7}{'compiles':>10}"
+    lines = [f"{r['runner']:10}{r['ms']:9.1f}{r['ms_row']:9.1f}{r['tflops']:9.2f}{r['over_products']:12.2f}{r.get('reserved_gib', 0):7.1f}{r['counts']['compiles']:10}" for r in seen["rows"]]
+    m = seen["machine"]
+    return "\n".join([f"{seen['geometry']}: {seen['shape']['rows']} rows of {seen['shape']['row_len']}, {seen['shape']['anchors']} anchors, on {m['device']}, torch {m['torch']}", head, *lines,
+                      f"its products alone {seen['products_ms']:.1f} ms, square product {seen['ceiling_tflops']:.2f} TFLOP/s"])
+
+# %% ../nbs/16a_bench.ipynb #16a-bench-033
+@dataclass(frozen=True)
+class Rates:
+    "What a card does in this step; defaults: one H200 under its power limit."
+    products: float = 742.0 # TFLOP/s
+    attention: float = 219.0 # TFLOP/s
+    bandwidth: float = 3.5 # TB/s
+
+def plan_step(
+    geometry:str|Geometry, # name in `GEOMETRIES`, or a geometry
+    micro_rows:int=None, # rows a micro-batch; None: all
+    rates:Rates=Rates(), # of the card
+)->dict: # ms a step, GiB at its peak, and their parts
+    "Predicted time and memory of a graph-replayed step in bfloat16 with float32 masters and cross-entropy."
+    g = GEOMETRIES[geometry] if isinstance(geometry, str) else geometry
+    rows, D = micro_rows or g.rows, g.hidden
+    micros, slots = g.rows // rows, g.anchors * g.block
+    weights = g.layers * (2 * D * (g.heads + g.kv_heads) * g.head_dim + 3 * D * g.mlp) + g.features * D * D
+    bytes_ = weights * (44 + 20 * micros) + g.rows * slots * (2 * g.layers * (30 * D + 9 * g.mlp) + 6 * g.vocab)
+    ms = dict(products=sum(2 * m * n * k * c for _, m, n, k, c in products(g, g.rows)) / rates.products / 1e9,
+              attention=attention_flops(g, g.rows) / rates.attention / 1e9, memory=bytes_ / rates.bandwidth / 1e9)
+    gib = dict(weights=16 * weights, head=4 * g.vocab * D, inputs=2 * (g.rows + rows) * g.row_len * g.features * D,
+               states=2 * rows * slots * g.layers * (8.5 * D + 3 * g.mlp), logits=2 * min(rows * slots * g.vocab, 1.17e9), rest=1.8 * 2**30)
+    gib = {k: v / 2**30 for k, v in gib.items()}
+    return dict(ms=sum(ms.values()), gib=sum(gib.values()), ms_parts=ms, gib_parts=gib)
+
+# %% ../nbs/16a_bench.ipynb #16a-bench-035
+#| eval: false
+if __name__ == "__main__": sys.exit(main_bench())
