@@ -403,7 +403,7 @@ def run_blocks(
     view = _training_view(drafter.rope(blocks.pos_RNB.flatten(1), dtype), blocks, name, device)
     rope = drafter.rope(pos_RT, dtype)
     ctx_RTD, h_RQD = ctx_RTD.to(dtype), blocks_h_RNBD.to(dtype).flatten(1, 2)
-    step = _compiled_step(drafter.cfg.hidden_size, drafter.cfg.num_attention_heads, name, device, *ctx_RTD.shape, h_RQD.shape[1]) if drafter.compiled else _layer_step
+    step = _compiled_step(drafter.cfg.hidden_size, drafter.cfg.num_attention_heads, name, device, *ctx_RTD.shape, h_RQD.shape[1]) if drafter.compiled and training else _layer_step
     for layer in drafter.layers: h_RQD = step(layer, h_RQD, ctx_RTD, rope, view)
     return drafter.norm(h_RQD).view(blocks_h_RNBD.shape)
 
