@@ -6,7 +6,7 @@
 __all__ = ['SHARED', 'ANCHORS', 'share_key', 'SharedReader', 'ArmRun', 'open_run', 'save_run', 'append_row', 'read_rows',
            'fan_out', 'Sweep', 'group_runs', 'free_bytes', 'take_round', 'common_step', 'train_group', 'train_round',
            'Looks', 'fail_run', 'sweep_step', 'budget_steps', 'step_seconds', 'plan_sweep', 'ablate', 'run_sweep',
-           'open_sweep', 'rebuild_plan', 'sweep_line', 'sweep_progress', 'read_sweep', 'arm_trainer']
+           'open_sweep', 'rebuild_plan', 'sweep_line', 'sweep_progress', 'read_sweep', 'arm_trainer', 'find_lr']
 
 # %% ../nbs/18_ablate.ipynb #18-ablate-001
 import hashlib, json, math, queue, re, shutil, tempfile, threading, time
@@ -23,6 +23,7 @@ from .drafter import Drafter, copy_target_layers, own_head
 from .evaluate import evaluate, sim_tau, walk_tau
 from .events import EventLog, EventsLost, RunDirError, holds_run, software_versions, write_json
 from .losses import combine, needs_teacher
+from .optim import LRRange, lr_range
 from .pipeline import own_modes, replicate_target, step_metrics
 from .results import Ablation, folder_name, tidy_rows
 from .sides import DrafterSide, FeatureCache, TargetSide, make_inputs
@@ -639,3 +640,31 @@ def arm_trainer(
     if found is None: raise ConfigError(f"arm={arm!r}: the sweep has {', '.join(a['name'] for a in told.get('plan', {}).get('arms', [])) or 'no arms'}")
     cfg = with_delta(TrainConfig.from_dict(told["plan"]["base"]), found["delta"]) | dict(seed=seed + found["shift"], steps=told["steps"][arm])
     return Trainer(target, stored_data(path), cfg, run_dir or path/"alone"/folder_name(arm)/f"seed-{seed}", **more)
+
+# %% ../nbs/18_ablate.ipynb #18-ablate-056
+def find_lr(
+    target, # `Target`
+    ds:Dataset,
+    cfg:TrainConfig=TrainConfig(), # of the run
+    low:float=1e-5, # first rate
+    high:float=0.3, # last rate
+    steps:int=60,
+)->LRRange: # .suggestion, .table, .plot()
+    "Learning-rate range test of a config; nothing is written."
+    mask, _ = choose_mask_token(target, cfg.mask_token_id, ds.ids)
+    cfg = resolve(cfg | dict(mask_token_id=mask), target, target.device.type)
+    packed = pack(ds.split(cfg.val_share, cfg.seed)[0], cfg.row_len)
+    with tempfile.TemporaryDirectory() as d, own_modes(target.device):
+        run = ArmRun(Arm("lr", {}, cfg, ""), cfg.seed, steps, d).open(target, target.device, 0)
+        reader = SharedReader(target, [run.cfg])
+        def backward(i):
+            batch = batch_at(packed, run.cfg, i).to(target.device)
+            micros = [batch.micro(m, cfg.micro_rows) for m in range(cfg.token_budget // cfg.row_len // cfg.micro_rows)]
+            run.side.ready()
+            out = combine([run.side.micro(reader.read(b), i, m) for m, b in enumerate(micros)])
+            reader.guard.pending.clear()
+            if run.side.probe: run.side.probe.sent()
+            return out.loss, out.denominator
+        found = lr_range(run.side.drafter, run.side.optimizer, backward, low, high, steps, cfg.clip, zero=run.side.zero)
+        run.close()
+    return found

@@ -269,12 +269,13 @@ def lr_range(
     clip:float|None=1.0, # as in the run
     smooth:float=0.9, # weight of the past in the running mean
     worse:float=2.0, # stop at this multiple of the lowest running mean
+    zero=None, # clears the gradients; None: the optimizer's way
 )->LRRange:
     "Raise the learning rate from `low` to `high` until the loss grows; weights and moments are restored."
     lrs, losses, means, mean = [], [], [], 0.0
     with put_back(drafter, optimizer):
         for i in range(steps):
-            optimizer.zero_grad()
+            (zero or optimizer.zero_grad)()
             loss, denominator = backward(i)
             losses.append(float(loss)); lrs.append(low * (high / low) ** (i / max(steps - 1, 1)))
             mean = smooth * mean + (1 - smooth) * losses[-1]
