@@ -596,7 +596,7 @@ def _rule_loss(v, least=100, share=.01):
 
 def _rule_noise(v, least=20):
     noise = v.config.get("noise")
-    asked, seen = noise.get("strength") if isinstance(noise, dict) else noise, v.series("noise")
+    asked, seen = noise.get("strength") if isinstance(noise, dict) else noise, v.series("noise_applied") or v.series("noise")
     if _num(asked) and len(seen) >= least and max(seen) == 0:
         return _finding(f"Noise strength {asked} was asked for, but all {len(seen)} steps ran with 0", "read the strength from the schedule at each step, where it is used; check the schedule's length against steps")
 
@@ -619,6 +619,14 @@ def _rule_tau_gap(v, share=.5, least=1.3):
     if sim is None: sim = _num(v.s.sim_tau)
     if tau is not None and sim is not None and sim > least and tau - 1 < share*(sim - 1):
         return _finding(f"tau {tau:.2f} is far below sim_tau {sim:.2f}: what decodes is not what was trained", "check layout, layer ids and rope of the checkpoint against the run; are the answers the target's own (on-policy)? same chat template and thinking mode?")
+
+def _rule_leak(v, last=20, share=.5, room=.5):
+    train, sim = v.series("train_tau", last), _num(v.s.sim_tau)
+    if len(train) < last or sim is None: return None
+    tau = statistics.median(train)
+    if sim - 1 < share*(tau - 1 - room):
+        return _finding(f"train_tau {tau:.2f} is far above sim_tau {sim:.2f}: blocks see in training what serving will not show them, or the data is learned by heart",
+                        "read slot_accuracy: a first draft that is almost always right points at the mask or at target_layer_ids; else train on more chats")
 
 def _rule_starving(v, last=100, least=10, limit=.3):
     for side, other in (("drafter", "target"), ("target", "drafter")):
@@ -674,7 +682,7 @@ def _rule_same_stage(v, times=3, limit=20):
         return _finding(f"The same stage, {ends[0][2]!r}, failed {times} times in a row", _simpler(ends[0][2], v.config))
 
 RULES = (_rule_killed, _rule_failed, _rule_heartbeat, _rule_unknown, _rule_stalled, _rule_lost, _rule_nonfinite, _rule_loss, _rule_noise, _rule_whiplash,
-         _rule_warmup, _rule_tau_gap, _rule_starving, _rule_fallback, _rule_same_stage)
+         _rule_warmup, _rule_tau_gap, _rule_leak, _rule_starving, _rule_fallback, _rule_same_stage)
 
 def diagnose(
     run_dir,

@@ -336,6 +336,10 @@ SICK = dict(
         dict(steps=[dict(ok, noise=0.0)] * 20, config=dict(noise=dict(strength=0.1))),
         dict(steps=[dict(ok, noise=0.0)] * 20, config=dict(noise=dict(strength=0.0))),
     ),
+    leak=(
+        dict(steps=[dict(ok, train_tau=4.0)] * 20, evals=[dict(sim_tau=1.3)]),
+        dict(steps=[dict(ok, train_tau=2.0)] * 20, evals=[dict(sim_tau=1.6)]),
+    ),
     whiplash=(dict(steps=[dict(ok, grad_cos=-0.3)] * 20), dict(steps=[dict(ok, grad_cos=0.1)] * 20)),
     warmup=(
         dict(steps=[dict(ok, lr=i * 1e-6) for i in range(60)], total=100),
@@ -362,6 +366,7 @@ def test_rules_speak_of_the_sick_and_are_silent_of_the_healthy(tmp_path, rule):
 
 def test_more_healthy_cases(tmp_path):
     made(tmp_path / "noise ramp", [dict(ok, noise=i * 1e-3) for i in range(30)], config=dict(noise=dict(strength=0.1)))
+    made(tmp_path / "noise applied", [dict(ok, noise=0.0, noise_applied=0.1)] * 30, config=dict(noise=dict(strength=0.1)))
     made(tmp_path / "constant lr", [ok] * 90, total=100)
     made(tmp_path / "short warmup", [dict(ok, lr=i * 1e-6) for i in range(40)], total=100)
     made(tmp_path / "short loss", [dict(loss=3.0)] * 99)
@@ -370,6 +375,11 @@ def test_more_healthy_cases(tmp_path):
     made(tmp_path / "old nan", [dict(loss=float("inf"))] + [dict(loss=3.0 - i / 100) for i in range(201)])
     for p in tmp_path.iterdir():
         assert rules(p) == set(), p.name
+
+
+def test_applied_noise_counts_not_the_scheduled_one(tmp_path):
+    made(tmp_path / "run", [dict(ok, noise=0.1, noise_applied=0.0)] * 30, config=dict(noise=dict(strength=0.1)))
+    assert rules(tmp_path / "run") == {"noise"}
 
 
 def test_starving_names_the_side(tmp_path):
