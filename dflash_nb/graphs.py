@@ -225,7 +225,12 @@ class Pool:
         for _ in range(self._uses): torch._C._cuda_releasePool(self.device, self.id)
         self._uses = 0
 
-    __del__ = release # not torch.cuda.MemPool: that aborts the process when it dies while another thread captures
+    def __del__(self): _quietly(self.release) # not torch.cuda.MemPool: that aborts the process when it dies while another thread captures
+
+def _quietly(fn):
+    "For destructors: nothing may be raised, and at exit modules may be gone."
+    try: fn()
+    except Exception: return
 
 # %% ../nbs/14_graphs.ipynb #14-graphs-041
 _THREAD_LOCAL, _FLAGS, _TRIES = 1, 1 | 8, 5 # capture mode; graphs free their own allocations at launch and keep kernel priorities
@@ -281,6 +286,8 @@ class Captured:
         "Drop the graph and its outputs; the caller has waited for the last replay."
         if self.exec: _cuda("cuGraphExecDestroy", self.exec)
         self.exec, self.out = ctypes.c_void_p(), None
+
+    def __del__(self): _quietly(self.close)
 
 # %% ../nbs/14_graphs.ipynb #14-graphs-038
 class Rehearsal:
@@ -385,7 +392,8 @@ def _try(runner, inputs):
 def _fall(self, reason):
     "Replace the runner by the next simpler one and report it."
     was, names = self.impl, list(_CHAIN)
-    was.close()
+    try: was.close()
+    except RuntimeError as e: raise RuntimeError(f"{reason}; the device did not recover: {e}") from None
     name = names[names.index(was.name) + 1]
     if name == "eager" and was.compile_parts is not None: was.compile_parts(False)
     self.falls, self.impl = self.falls + 1, _CHAIN[name](*self.args, **self.kw)

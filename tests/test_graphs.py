@@ -425,6 +425,24 @@ def test_closed_graphs_hold_nothing():
     graph.close()
 
 
+def test_a_device_that_does_not_recover_is_named_with_the_first_reason(monkeypatch):
+    side = make_side()
+
+    def close(self):
+        raise RuntimeError("an illegal memory access was encountered")
+    monkeypatch.setattr(GraphRunner, "close", close)
+    with pytest.raises(RuntimeError, match="need a CUDA device.*did not recover: an illegal memory access"):
+        make_runner("graph", *side.args).warm_up(inputs(0))
+
+
+def test_destructors_raise_nothing():
+    def fails():
+        raise RuntimeError("gone")
+    assert graphs._quietly(fails) is None
+    pool = graphs.Pool.__new__(graphs.Pool)  # never finished: no attribute is there
+    del pool
+
+
 def test_rehearsal_overwrites_like_a_graph():
     x = torch.zeros(2)
     graph = Rehearsal(lambda: [x + 1, x.sum()])
