@@ -138,6 +138,8 @@ class FeatureStore:
         if i not in self._files: self._files[i] = safe_open(_shard(self.folder, i), "pt")
         return self._files[i]
 
+    def clear(self): self._files = {}
+
     def _row(self, r, name):
         i, at = divmod(int(r), self.index["shard_rows"])
         return self._file(i).get_slice(name)[at:at + 1]
