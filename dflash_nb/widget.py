@@ -246,7 +246,7 @@ class WidgetCB(ProgressCB):
         if self.view is None: super().before_start(trainer)
 
     def _open(self, trainer):
-        blocks = getattr(trainer, "blocking", True)
+        blocks = getattr(trainer, "blocking", False)
         hint = "This cell blocks: interrupt it (■) to stop at a step edge with a checkpoint. With fit(block=False) the buttons answer at once." if blocks else ""
         actions = dict(pause=trainer.pause, unpause=trainer.unpause, checkpoint=trainer.checkpoint, stop=lambda: trainer.stop("the Stop button"))
         try: self.view = LiveView(trainer.run_dir, actions, follow=False, setup=trainer.describe(), hint=hint).show()

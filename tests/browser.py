@@ -57,9 +57,10 @@ def lab(folder: Path, theme: str = "JupyterLab Light"):
     (home / "config" / "labconfig").mkdir(parents=True)
     off = {"@jupyterlab/apputils-extension:announcements": True, "@jupyterlab/extensionmanager-extension": True}
     (home / "config" / "labconfig" / "page_config.json").write_text(json.dumps(dict(disabledExtensions=off, exposeAppInBrowser=True)))
-    settings = home / "settings" / "@jupyterlab" / "apputils-extension"
-    settings.mkdir(parents=True)
-    (settings / "themes.jupyterlab-settings").write_text(json.dumps(dict(theme=theme)))
+    for name, value in {"apputils-extension/themes": dict(theme=theme), "notebook-extension/tracker": dict(windowingMode="none")}.items():
+        path = home / "settings" / "@jupyterlab" / f"{name}.jupyterlab-settings"
+        path.parent.mkdir(parents=True)
+        path.write_text(json.dumps(value))
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
@@ -103,9 +104,9 @@ def browser():
 
 
 class Notebook:
-    "One notebook in one page: run cells, read outputs, press what is in them."
+    "One notebook in one page: run cells, read outputs, press what is in them. Cells count from `base`, see `add`."
     def __init__(self, page, address: str, folder: Path, name: str, cells: list, kernel: str):
-        self.page, self.address, self.folder, self.name = page, address, folder, name
+        self.page, self.address, self.folder, self.name, self.base, self.kernel = page, address, folder, name, 0, kernel
         nb = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c) for c in cells])
         nb.metadata["kernelspec"] = dict(name=kernel, display_name=kernel, language="python")
         nbformat.write(nb, folder / name)
@@ -124,6 +125,14 @@ class Notebook:
             return kernel && kernel.connectionStatus === 'connected' && ['idle', 'busy'].includes(kernel.status)
         }""", timeout=seconds * 1000)
 
+    def add(self, *cells: str):
+        "Append cells; from now on number 1 is the first of them."
+        self.base = self.page.evaluate("""cells => {
+            const model = window.jupyterapp.shell.currentWidget.content.model.sharedModel, before = model.cells.length;
+            cells.forEach(source => model.addCell({ cell_type: 'code', source }));
+            return before - 1 }""", list(cells))
+        return self
+
     def prompt(self, i: int) -> str:
         return self.cell(i).locator(".jp-InputPrompt").inner_text()
 
@@ -131,7 +140,7 @@ class Notebook:
         "Run cell `i`; does not wait."
         self.before = self.prompt(i)
         self.page.evaluate("""async i => { const w = window.jupyterapp.shell.currentWidget; w.content.activeCellIndex = i;
-            window.started = performance.now(); window.jupyterapp.commands.execute('notebook:run-cell'); }""", i)
+            window.started = performance.now(); window.jupyterapp.commands.execute('notebook:run-cell'); }""", self.base + i)
 
     def run(self, i: int, seconds: float = 120):
         "Run cell `i` and wait for its end; gives the text that it shows."
@@ -148,7 +157,7 @@ class Notebook:
             self.page.wait_for_timeout(50)
 
     def cell(self, i: int):
-        return self.page.locator(".jp-Notebook .jp-Cell").nth(i)
+        return self.page.locator(".jp-Notebook .jp-Cell").nth(self.base + i)
 
     def outputs(self, i: int):
         return self.cell(i).locator(".jp-OutputArea-output")

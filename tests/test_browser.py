@@ -18,10 +18,12 @@ torch.set_num_threads(1)
 class SlowCB(Callback):
     def after_step(self, trainer): time.sleep(.02)
 target, ds = toy_target(), toy_data()
-cfg = TrainConfig(steps=100_000, lr=3e-3, warmup=.0001, block_size=4, num_draft_layers=1, row_len=64, token_budget=128, micro_rows=1, num_anchors=8,
-                  mask_token_id=63, eval_every=50, checkpoint_every=100_000)
-face = WidgetCB()
-def trainer(run_dir, **more): return Trainer(target, ds, cfg, run_dir, callbacks=[SlowCB(), face], **more)
+cfg = TrainConfig(steps=100_000, lr=3e-3, warmup=.0001, block_size=4, num_draft_layers=1, row_len=64, token_budget=128, micro_rows=1,
+                  num_anchors=8, mask_token_id=63, eval_every=50, checkpoint_every=100_000)
+def trainer(run_dir, **more):
+    global face
+    face = WidgetCB()
+    return Trainer(target, ds, cfg, run_dir, callbacks=[SlowCB(), face], **more)
 """
 REPORT = "table caption"
 
@@ -50,29 +52,49 @@ def kernel(request):
     return request.param
 
 
+@pytest.fixture(scope="module")
+def books(chrome, address, folder):
+    "One open notebook a kernel, shared by the tests: importing torch takes longer than most of them."
+    made = {}
+    yield lambda kernel: made.get(kernel) or made.setdefault(kernel, opened(chrome, address, folder, kernel, f"shared-{kernel}", made))
+    for nb in list(made.values()):
+        shut(nb)
+
+
+def opened(chrome, address, folder, kernel, name, made=None):
+    page = chrome.new_page(viewport=dict(width=1300, height=1400))
+    nb = Notebook(page, address, folder, f"{name}.ipynb", [SETUP], kernel)
+    nb.forget = lambda: made and made.pop(kernel, None)
+    nb.run(0)
+    return nb
+
+
+def shut(nb):
+    nb.page.evaluate("async () => { await window.jupyterapp.shell.currentWidget?.sessionContext?.shutdown() }")
+    nb.page.close()
+
+
 @pytest.fixture
-def notebook(chrome, address, folder, kernel, request):
-    "Make a notebook whose first cell has run; a picture is kept of what a failed test saw last."
-    pages = []
-
-    def make(*cells, name=""):
-        page = chrome.new_page(viewport=dict(width=1300, height=1400))
-        pages.append(page)
-        stem = re.sub(r"\W+", "-", request.node.name).strip("-") + name
-        nb = Notebook(page, address, folder, f"{stem}.ipynb", [SETUP, *cells], kernel)
-        nb.run(0)
-        return nb
-
-    yield make
-    for i, page in enumerate(pages):
-        name = re.sub(r"\W+", "-", request.node.name).strip("-")
-        Notebook.shot(type("P", (), dict(page=page))(), f"{name}-last-{i}")
-        page.evaluate("async () => { await window.jupyterapp.shell.currentWidget?.sessionContext?.shutdown() }")
-        page.close()
+def notebook(books, kernel, request):
+    "Append cells to the notebook of this kernel; after a failed test a picture is kept and the next test gets a new kernel."
+    failed = request.session.testsfailed
+    yield lambda *cells: books(kernel).add(*cells)
+    if request.session.testsfailed > failed:
+        nb = books(kernel)
+        nb.shot(re.sub(r"\W+", "-", request.node.name).strip("-") + "-failed")
+        nb.forget()
+        shut(nb)
 
 
 def step_shown(nb, i) -> int:
     return int(nb.cell(i).locator(".dfl-head b").nth(1).inner_text())
+
+
+def later(what, seconds=20):
+    end = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(.1)
 
 
 def curve(nb, i) -> str:
@@ -92,7 +114,8 @@ def test_view_appears_within_a_second_moves_and_stops_at_a_step_edge(notebook, f
         time.sleep(.4)
     nb.shot(f"running-{kernel}", 1)
     named = nb.cell(1).get_by_role("progressbar", name="training progress")
-    assert int(named.get_attribute("aria-valuenow")) > 0 and nb.cell(1).get_by_role("img", name=re.compile("^loss, running mean")).count() == 1
+    assert int(named.get_attribute("aria-valuenow")) > 0
+    assert nb.cell(1).get_by_role("img", name=re.compile("^loss, running mean")).count() == 1
     assert step_shown(nb, 1) > before and curve(nb, 1) != first
     assert nb.text(2).strip() == "hello" and nb.outputs(2).count() == 1
     nb.cell(1).get_by_role("button", name="Stop").click()
@@ -104,7 +127,7 @@ def test_view_appears_within_a_second_moves_and_stops_at_a_step_edge(notebook, f
     assert s.state == "stopped" and s.checkpoint["step"] == s.step and (folder / run / s.checkpoint["path"]).is_dir()
     assert "Stop button" in s.stop_reason
     saved = nb.save()
-    kinds = [set(o.get("data", {})) for o in saved["cells"][1]["outputs"]]
+    kinds = [set(o.get("data", {})) for o in saved["cells"][nb.base + 1]["outputs"]]
     assert kinds[:2] == [{"text/plain", "text/html"}, {"text/plain", "image/png"}] and "vnd.jupyter.widget" not in json.dumps(saved)
     assert appeared < 1000, f"the view appeared after {appeared:.0f} ms"
 
@@ -124,7 +147,7 @@ def test_pause_and_checkpoint_buttons(notebook, folder, kernel):
     nb.page.keyboard.press("Space")  # by keyboard alone
     cell.locator(".dfl-events li", has_text=f"checkpoint {at}").first.wait_for(timeout=10_000)
     cell.get_by_role("button", name="Resume").click()
-    nb.page.wait_for_function("at => +document.querySelectorAll('.dfl-head b')[1].textContent > at", arg=at, timeout=10_000)
+    later(lambda: step_shown(nb, 1) > at)
     nb.run(2)
     assert [e["step"] for e in read_events(folder / run) if e["kind"] == "checkpoint" and e["step"] == at] == [at]
 
@@ -140,10 +163,8 @@ def test_reload_keeps_the_view_and_a_second_view_follows(notebook, kernel):
     nb.page.wait_for_selector(".jp-Notebook .jp-Cell", timeout=60_000)
     nb.ready()
     nb.cell(1).locator(".dfl-head").wait_for(timeout=30_000)
-    deadline = time.time() + 20
-    while step_shown(nb, 1) <= before and time.time() < deadline:
-        time.sleep(.2)
-    assert step_shown(nb, 1) > before and nb.cell(2).locator(".dfl-charts polyline").count() > 0
+    later(lambda: step_shown(nb, 1) > before)
+    assert nb.cell(2).locator(".dfl-charts polyline").count() > 0
     assert abs(step_shown(nb, 1) - step_shown(nb, 2)) < 50
     nb.shot(f"reloaded-{kernel}", 1)
     assert nb.run(3).strip() == "stopped"
@@ -188,14 +209,15 @@ def test_an_error_in_a_drafter_thread_is_red_with_its_thread_and_step(notebook, 
     assert "drafter <b>broke</b>" in nb.text(2) and "TrainError" in nb.text(2) and nb.run(3).strip() == "next"
 
 
-def test_watch_shows_the_run_of_another_kernel_and_its_stop_is_obeyed(notebook, folder, kernel):
+def test_watch_shows_the_run_of_another_kernel_and_its_stop_is_obeyed(notebook, chrome, address, folder, kernel):
     run = f"runs/watch-{kernel}"
-    nb = notebook(f"t = trainer({run!r})\nt.fit(block=False);", "print(t.wait().outcome)", name="-a")
-    other = notebook(f"watch({run!r})", name="-b")
+    nb = notebook(f"t = trainer({run!r})\nt.fit(block=False);", "print(t.wait().outcome)")
+    other = opened(chrome, address, folder, kernel, f"other-{kernel}").add(f"watch({run!r})")
     nb.run(1)
     other.run(1)
     other.cell(1).locator(".dfl-charts polyline").first.wait_for(timeout=20_000)
     assert other.cell(1).get_by_role("button", name="Pause").count() == 0
     other.cell(1).get_by_role("button", name="Stop").click()
     other.cell(1).locator(REPORT).wait_for(timeout=20_000)
+    shut(other)
     assert nb.run(2).strip() == "stopped" and status(folder / run).state == "stopped"
