@@ -286,11 +286,12 @@ def _more(s, name) -> str:
 def _tile(name, what, value, more="") -> str:
     return tag("div", tag("div", esc(name), cls="name", title=what), tag("div", esc(value, 40), " ", tag("small", esc(more, 60)) if more else "", cls="value"), role="listitem")
 
+def step_words(s) -> str: return _secs(s.seconds_per_step) if s.seconds_per_step >= 1 else f"{1e3*s.seconds_per_step:.3g} ms"
+
 def panel_numbers(s: Status) -> str:
     "Numbers of now, each with its name; the definition shows when pointed at."
     tiles = [_tile(k, what, _g(s[k], ".2e" if k == "lr" else ".3g"), _more(s, k)) for k, what in _TILES if s[k] is not None]
-    per = s.seconds_per_step
-    if per is not None: tiles.append(_tile("step time", "mean seconds of the newest steps", _secs(per) if per >= 1 else f"{1e3*per:.3g} ms"))
+    if s.seconds_per_step is not None: tiles.append(_tile("step time", "mean time of the newest steps", step_words(s)))
     if s.skipped: tiles.append(_tile("refused", "steps whose loss or gradient was not finite", s.skipped))
     return tag("div", *tiles, cls="tiles", role="list", aria_label="numbers of now") if tiles else ""
 
@@ -532,7 +533,7 @@ def _draw_slots(ax, tail):
 def _report_rows(tail, s) -> list:  # (name, text)
     best = max(tail.curves["sim_tau"].bins, key=lambda b: b[1]/b[2], default=None)
     rows = [("run", f"{s.run}{f', target {s.target}' if s.target else ''}, attempt {s.attempt}"), ("outcome", f"{state_words(s)}{f': {s.stop_reason}' if s.stop_reason else ''}"),
-            ("step", f"{s.step} of {s.steps}"), ("time", f"{_secs(s.elapsed)}" + (f", {s.seconds_per_step:.3g} s a step" if s.seconds_per_step is not None else "")),
+            ("step", f"{s.step} of {s.steps}"), ("time", f"{_secs(s.elapsed)}" + (f", {step_words(s)} a step" if s.seconds_per_step is not None else "")),
             ("stages", ", ".join(f"{d['stage']} {'' if d['ok'] else 'FAILED '}{_secs(_num(d['elapsed']))}" for d in s.stages)),
             ("loss", f"{_g(s.loss)} (running mean {_g(smooth(tail.curves['loss'].ys)[-1])})" if len(tail.curves["loss"]) else ""),
             ("sim_tau", _g(s.sim_tau) + (f", best {_g(best[1]/best[2])} at step {best[0]}" if best else "") if s.sim_tau is not None else ""),
