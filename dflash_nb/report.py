@@ -8,7 +8,7 @@ import base64, html, math, time
 from collections import deque
 from pathlib import Path
 from .events import EventLog, fold, new_state, read_beat, tail_events
-from .status import Status, diagnose, event_level, event_text, format_status, status_of, _big, _g, _num, _secs
+from .status import Status, diagnose, event_level, event_text, status_of, _big, _devices, _g, _num, _secs
 
 # %% auto #0
 __all__ = ['CURVE_KEYS', 'demo_run', 'RunTail', 'run_panels', 'run_page', 'RunReport']
@@ -130,6 +130,7 @@ class RunTail:
     def _reset(self):
         self.offset, self.state, self.beat, self._beat_at = 0, new_state(), None, 0.
         self.curves, self.slots, self.slot_name = {k: Curve(self.points) for k in CURVE_KEYS}, SlotCurve(), ""
+        self._asked, self._loads = -99., {}
         self.events, self.intervals = deque(maxlen=self.keep), deque(maxlen=self.keep)
 
     def look(self,
@@ -168,7 +169,16 @@ class RunTail:
         if name: self.slot_name = {"accept": "acceptance by slot", "slot_accuracy": "accuracy by slot"}[name]; self.slots.add(step, e[name])
 
     def status(self, now=None, probe: bool = False) -> Status|None:  # None: no run there yet
-        return status_of(self.state, self.beat, self.run_dir, time.time() if now is None else now, probe) if self.state["run"] else None
+        if not self.state["run"]: return None
+        s = status_of(self.state, self.beat, self.run_dir, time.time() if now is None else now, probe)
+        if s.process: self._fill_loads(s)
+        return s
+
+    def _fill_loads(self, s, every=10.):
+        "How busy each GPU is: asked of nvidia-smi now and then, where the run does not say and is of this machine."
+        lacking = [d for d in s.devices if str(d.get("device", "")).startswith("cuda") and d.get("load") is None]
+        if lacking and time.monotonic() - self._asked > every: self._asked, self._loads = time.monotonic(), {d.get("device"): d.get("load") for d in _devices(self.state, True)}
+        for d in lacking: d["load"] = self._loads.get(d["device"])
 
 # %% ../nbs/02a_report.ipynb #02a-report-023
 _LIGHT = dict(fg="#1f2328", dim="#59636e", line="#d1d9e0", fill="#f0f2f5", a="#0969da", b="#bc4c00", ok="#1a7f37", warn="#9a6700", bad="#cf222e")

@@ -82,6 +82,13 @@ def _smi(
                      load=None if u is None else u/100) for i, m, n, u in rows]
     except (OSError, subprocess.SubprocessError, ValueError, TypeError): return []
 
+def _roles(state) -> dict:  # device -> "target", "drafter" or both
+    "Which side works where, from the run's own first line."
+    out, devices = {}, state["run"].get("devices")
+    for role, names in devices.items() if isinstance(devices, dict) else ():
+        for n in names if isinstance(names, list) else (): out.setdefault(str(n), []).append(str(role))
+    return {n: " + ".join(dict.fromkeys(roles)) for n, roles in out.items()}
+
 def _devices(state, ask):  # rows of the run, completed by nvidia-smi if `ask`
     rows = [dict(r) for r in state["gauges"].get("devices") or []]
     wanting = not rows or any(str(r.get("device", "")).startswith("cuda") and r.get("load") is None for r in rows)
@@ -93,7 +100,8 @@ def _devices(state, ask):  # rows of the run, completed by nvidia-smi if `ask`
     for r in rows:
         for k, v in seen.get(r.get("device"), {}).items():
             if k != "index" and r.get(k) is None: r[k] = v
-    return rows
+    roles = _roles(state)
+    return [r if r.get("role") or str(r.get("device")) not in roles else {"role": roles[str(r.get("device"))], **r} for r in rows]
 
 # %% ../nbs/02_status.ipynb #02-status-018
 def _folder_bytes(

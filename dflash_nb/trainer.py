@@ -4,9 +4,10 @@
 
 # %% auto #0
 __all__ = ['MAX_STORED_DATA', 'FIXED', 'Signals', 'interrupts', 'store_data', 'stored_data', 'config_changes', 'Record',
-           'start_config', 'StartCB', 'build_pipeline', 'note_runners', 'note_fallback', 'store_run', 'save_checkpoint',
-           'validate', 'run_status', 'describe', 'continue_run', 'rewind', 'Trainer', 'start_in_background',
-           'wait_for_end', 'await_end', 'save_all', 'terminate_saves', 'toy_target', 'toy_data', 'plot_history']
+           'start_config', 'check_parts', 'StartCB', 'build_pipeline', 'note_runners', 'note_fallback', 'store_run',
+           'save_checkpoint', 'validate', 'run_status', 'describe', 'continue_run', 'rewind', 'Trainer',
+           'start_in_background', 'wait_for_end', 'await_end', 'save_all', 'terminate_saves', 'toy_target', 'toy_data',
+           'plot_history']
 
 # %% ../nbs/15_trainer.ipynb #15-trainer-001
 import asyncio, atexit, json, os, shlex, signal, sys, threading, time, weakref
@@ -20,15 +21,14 @@ from .callbacks import Callback, CheckpointCB, EvalCB, EventsCB, HistoryCB, Prog
 from .checkpoint import CheckpointError, continue_config, copy_drafter, drafter_hash, load_drafter, load_state, mark_best, save_state, scan_states
 from .config import ConfigError, DataError, DflashError, TrainConfig, default_layer_ids, load_config, resolve, resolve_gamma
 from .data import Dataset, batches, pack, validation_blocks
-from .drafter import HEAD, Drafter, copy_target_layers, own_head
+from .drafter import Drafter, copy_target_layers, own_head
 from .evaluate import sim_tau
 from .events import EventLog, holds_run, latest, new_run_dir, read_events, software_versions, write_json
 from .gpus import gpu_memory, wait_for_gpus
-from .losses import needs_teacher
 from .optim import nonfinite_gradients
 from .pipeline import Alone, Threads, differing, own_modes, place, replicate_drafter, replicate_target
 from .sides import DrafterSide, FeatureCache, TargetSide
-from .target import choose_mask_token, load_target
+from .target import Target, choose_mask_token, load_target, used_ids
 from .threads import Flag, Stopped, Watchdog, Worker, WorkerError, drop_frames
 
 # %% ../nbs/15_trainer.ipynb #15-trainer-008
@@ -114,7 +114,7 @@ class Record:
         go_on = f"; continue with Trainer.from_run({self.run_dir!r}) or dflash_train --resume {shlex.quote(self.run_dir)}" if self.outcome != "finished" else ""
         return f"{head}{best}{skipped}; checkpoint {self.checkpoint or 'none'}{go_on}"
 
-# %% ../nbs/15_trainer.ipynb #15-trainer-013
+# %% ../nbs/15_trainer.ipynb #15-trainer-012
 class _Parts:
     "What a run is made of; nothing is written before `fit`."
     def __init__(self, target, ds, cfg, run_dir, devices, callbacks, max_skips, stall, drafter):
@@ -123,7 +123,7 @@ class _Parts:
         self.device = self.placement.lead
         cfg = start_config(cfg, drafter, target)
         mask, self.mask_from = choose_mask_token(target, cfg.mask_token_id, None if drafter else ds.ids)
-        if drafter: self.mask_from = "the drafter's; THE DATA USES IT, TOO" if (ds.ids == mask).any() else "the drafter's"
+        if drafter: self.mask_from = "the drafter's" + "; THE DATA USES IT, TOO"*(mask in used_ids(target, ds.ids))
         self.cfg = cfg = resolve(cfg | {"mask_token_id": mask}, target, self.device.type)
         train, val = ds.split(cfg.val_share, cfg.seed)
         self.packed = pack(train, cfg.row_len)
@@ -164,7 +164,7 @@ class _Parts:
         self.beat(before)
         self.stage = before
 
-# %% ../nbs/15_trainer.ipynb #15-trainer-012
+# %% ../nbs/15_trainer.ipynb #15-trainer-013
 def start_config(
     cfg: TrainConfig,  # what was asked for
     drafter,           # Drafter that the run starts from, or None
@@ -174,10 +174,14 @@ def start_config(
     if drafter is None:
         if cfg.init == "drafter": raise ConfigError("init='drafter' needs weights to go on from: Trainer(..., drafter=load_drafter(path)), or dflash_train --drafter PATH")
         return cfg
-    cfg = continue_config(cfg, drafter, target)
-    if HEAD in drafter.own and needs_teacher(cfg):
-        raise ConfigError(f"loss={cfg.loss!r} with labels={cfg.labels!r} reads a teacher, but this drafter owns its head, through which the target's states mean nothing: use loss='ce' with labels='data'")
-    return cfg
+    return continue_config(cfg, drafter, target)
+
+def check_parts(target, ds, cfg, drafter):
+    "What a run is made of must be of its kind; raises ConfigError that says how each is made."
+    parts = (("target", target, Target, "load_target(name)"), ("ds", ds, Dataset, "encode_chats(load_chats(path), target)"),
+             ("cfg", cfg, TrainConfig, "TrainConfig(...)"), ("drafter", drafter, (Drafter, type(None)), "load_drafter(path), or nothing"))
+    for name, value, kind, way in parts:
+        if not isinstance(value, kind): raise ConfigError(f"{name} is a {type(value).__name__}: give {way}")
 
 class StartCB(Callback):
     "Scores the drafter that a run starts from, before its first step."
@@ -587,6 +591,7 @@ class Trainer(_Session):
         drafter: Drafter | None = None,        # go on from this one (of `load_drafter`), with the embedding and head that it owns
         _resume: bool = False,
     ):
+        check_parts(target, ds, cfg, drafter)
         path = Path(run_dir)
         if not _resume and (path.is_file() or holds_run(path)): new_run_dir(path)  # refuses at once
         with own_modes(target.device): super().__init__(target, ds, cfg, path, devices, callbacks, max_skips, stall, drafter)
@@ -707,13 +712,12 @@ def terminate_saves(
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) is _on_sigterm: return
     _BEFORE[:] = [signal.signal(signal.SIGTERM, _on_sigterm)]
 
-# %% ../nbs/15_trainer.ipynb #15-trainer-065
+# %% ../nbs/15_trainer.ipynb #15-trainer-049
 def toy_target(
     seed: int = 0,
 ):
     "Random Qwen3-shaped target without a tokenizer: 6 layers of 32, 64 tokens, the last one free for the mask. For tests and lessons."
     from transformers import Qwen3Config, Qwen3ForCausalLM
-    from dflash_nb.target import Target
     shape = dict(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=256)
     rng = torch.Generator().manual_seed(seed)
     with torch.random.fork_rng(devices=[]), torch.no_grad():

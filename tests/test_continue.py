@@ -15,7 +15,7 @@ from dflash_nb import cli
 from dflash_nb.blocks import make_blocks
 from dflash_nb.callbacks import Callback, ProgressCB
 from dflash_nb.checkpoint import CheckpointError, copy_drafter, drafter_hash, load_drafter, save_drafter
-from dflash_nb.config import ConfigError, TrainConfig, resolve
+from dflash_nb.config import ConfigError, DataError, TrainConfig, resolve
 from dflash_nb.data import Dataset, batch_at, pack
 from dflash_nb.drafter import EMBEDDING, HEAD, Drafter, own_head
 from dflash_nb.evaluate import evaluate, sim_tau
@@ -224,10 +224,22 @@ def test_a_teacher_is_read_through_the_targets_head(target, ds):
 
 
 @pytest.mark.parametrize("change", [dict(loss="fkl"), dict(labels="teacher")], ids=str)
-def test_a_teacher_is_not_read_through_a_head_of_the_drafters_own(target, ds, tmp_path, change):
-    with pytest.raises(ConfigError, match="owns its head"):
-        trainer(target, ds, tmp_path / "r", drafter_of(target, own=(HEAD,)), CFG | change)
-    trainer(target, ds, tmp_path / "r", drafter_of(target, own=(EMBEDDING,)), CFG | change).fit()
+def test_a_teacher_trains_a_head_of_the_drafters_own(target, ds, tmp_path, change):
+    own, none = (trainer(target, ds, tmp_path / n, drafter_of(target, own=k), CFG | change) for n, k in (("own", (HEAD,)), ("none", ())))
+    assert own.fit().outcome == "finished" and own.history.loss[5] != none.train_step()["loss"]
+
+
+def test_parts_of_another_kind_are_named(target, ds, tmp_path):
+    for args, said in ((("nano", ds, CFG), r"target is a str: give load_target"), ((target, [], CFG), "ds is a list: give encode_chats"),
+                       ((target, ds, {}), r"cfg is a dict: give TrainConfig")):
+        with pytest.raises(ConfigError, match=said):
+            Trainer(*args, run_dir=tmp_path / "r")
+    with pytest.raises(ConfigError, match="drafter is a str: give load_drafter"):
+        trainer(target, ds, tmp_path / "r", "folder")
+    bad = Dataset.from_docs([(np.array([1, 2, 300] * 9, np.int32), np.ones(27, bool))] * 9)
+    for d in (None, drafter_of(target)):
+        with pytest.raises(DataError, match="token id 300"):
+            trainer(target, bad, tmp_path / "r", d)
 
 
 def test_a_mask_token_that_the_data_uses_is_said(target, tmp_path):
@@ -284,7 +296,6 @@ def test_the_command_goes_on_from_a_drafter_and_resumes(files, tmp_path, capsys)
     ([], dict(drafter="nowhere"), "no such folder"),
     ([], dict(drafter="target"), "not a DFlash drafter"),
     (["--init", "target"], {}, "init='target'"),
-    (["--loss", "fkl"], {}, "owns its head"),
     (["--resume", "nowhere"], dict(target=False), "beside --resume"),
 ], ids=str)
 def test_what_the_command_refuses(files, tmp_path, capsys, argv, kw, said):

@@ -534,3 +534,11 @@ def test_watch_of_no_run_is_bad_input(tmp_path, monkeypatch, capsys):
 def test_any_event_is_one_line_of_text(kind):
     for e in (dict(kind=kind), dict(kind=kind, t="x", step=[1], elapsed="long", text="a\nb" * 500, error=3, bytes=None, reason={})):
         assert "\n" not in st.event_line(e) and len(st.event_line(e)) < 400 and st.event_level(e) in ("info", "warning", "error")
+
+
+def test_roles_come_from_the_runs_first_line(tmp_path):
+    log = EventLog(tmp_path, devices=dict(target=["cuda:0"], drafter=["cuda:0", "cuda:1"]))
+    log.gauge(devices=[dict(device="cuda:0", memory_gb=1.0), dict(device="cuda:1", memory_gb=2.0, role="own")])
+    log.beat()
+    assert [d["role"] for d in status(tmp_path, probe=False).devices] == ["target + drafter", "own"]
+    log.close()

@@ -554,3 +554,19 @@ def test_fifty_thousand_steps_cost_less_than_a_hundredth_and_20_mb(shown, tmp_pa
     assert view.status.step == 50_000 and all(len(c) <= 300 for c in view.tail.curves.values()) and len(view.tail.events) <= 60
     assert peak < 20, f"{peak:.1f} MB"
     assert spent / 50 < .02, f"{1e3 * spent / 50:.1f} ms for a look at 100 steps (1 s of training) with charts"
+
+
+def test_a_view_asks_for_the_load_of_gpus_now_and_then(tmp_path, monkeypatch):
+    asked = []
+    gpu = dict(index=0, memory_gb=3.0, total_gb=80.0, load=0.5)
+    monkeypatch.setattr("dflash_nb.status._smi", lambda: asked.append(1) or [gpu])
+    log = EventLog(tmp_path, devices=dict(target=["cuda:0"], drafter=["cuda:0"]))
+    log.gauge(devices=[dict(device="cuda:0", memory_gb=1.0)])
+    log.beat()
+    tail = RunTail(tmp_path)
+    tail.look()
+    for _ in range(5):
+        row = tail.status().devices[0]
+    log.close()
+    assert row == dict(role="target + drafter", device="cuda:0", memory_gb=1.0, load=0.5) and len(asked) == 1
+    assert "50%" in rp.panel_devices(tail.status()) or tail.status().process is None
