@@ -221,3 +221,15 @@ def test_watch_shows_the_run_of_another_kernel_and_its_stop_is_obeyed(notebook, 
     other.cell(1).locator(REPORT).wait_for(timeout=20_000)
     shut(other)
     assert nb.run(2).strip() == "stopped" and status(folder / run).state == "stopped"
+
+
+def test_buttons_answer_while_a_cell_awaits_the_run(notebook, folder, kernel):
+    if kernel == "oldest":
+        pytest.skip("ipykernel 6 hears buttons only between cells")
+    run = f"runs/await-{kernel}"
+    nb = notebook(f"t = trainer({run!r})\nt.fit(block=False)\nrecord = await t\nprint(record.outcome)")
+    nb.start(1)
+    nb.cell(1).locator(".dfl-charts polyline").first.wait_for(timeout=20_000)
+    nb.cell(1).get_by_role("button", name="Stop").click()
+    nb.done(1, 30)
+    assert "stopped" in nb.text(1) and "Stop button" in status(folder / run).stop_reason
