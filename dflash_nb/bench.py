@@ -5,20 +5,15 @@
 # %% auto #0
 __all__ = ['GEOMETRIES', 'KINDS', 'Geometry', 'products', 'attention_flops', 'step_flops', 'StepInputs', 'random_inputs',
            'RandomIO', 'random_drafter', 'step_runner', 'run_step', 'milliseconds', 'product_ms', 'matmul_ceiling',
-           'bench_step', 'machine', 'kind_of', 'kernel_times', 'run_bench', 'bench_parser', 'main_bench', 'bench_text',
-           'Rates', 'plan_step']
+           'bench_step', 'machine', 'kind_of', 'kernel_times', 'run_bench', 'bench_text', 'Rates', 'plan_step']
 
 # %% ../nbs/16a_bench.ipynb #16a-bench-001
-import argparse
 import gc
-import json
 import platform
 import statistics
-import sys
 import time
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import torch
@@ -28,7 +23,7 @@ from .config import ConfigError, DrafterConfig, TrainConfig
 from .drafter import Drafter
 from .events import software_versions
 from .float8 import Float8Head
-from .graphs import RUNNERS, device_counts, make_runner
+from .graphs import device_counts, make_runner
 from .losses import block_loss
 from .optim import clip_gradients, guarded_step, make_optimizer
 
@@ -83,6 +78,7 @@ def step_flops(g:Geometry)->float: return sum(2 * m * n * k * times for _, m, n,
 @dataclass
 class StepInputs:
     "What a micro-batch hands to the drafter."
+    ids_RT: torch.Tensor
     pos_RT: torch.Tensor
     blocks: Blocks
     feats_RTF: torch.Tensor
@@ -102,7 +98,7 @@ def random_inputs(
                             anchors_RN=anchors, keep_RN=torch.ones_like(anchors, dtype=torch.bool))
     draw = torch.Generator(device).manual_seed(seed)
     feats = torch.randn(rows, g.row_len, g.features * g.hidden, generator=draw, device=device, dtype=dtype)
-    return StepInputs(batch.pos_RT.to(device), make_blocks(batch, g.block, g.vocab - 1).to(device), feats)
+    return StepInputs(ids.to(device), batch.pos_RT.to(device), make_blocks(batch, g.block, g.vocab - 1).to(device), feats)
 
 # %% ../nbs/16a_bench.ipynb #16a-bench-011
 class RandomIO:
@@ -312,41 +308,12 @@ def run_bench(
                 products=[(n, round(ms, 3), round(rate, 1)) for n, ms, rate in found], ceiling_tflops=matmul_ceiling(device, dtype, 8192 if cuda else 512))
 
 # %% ../nbs/16a_bench.ipynb #16a-bench-028
-def bench_parser():
-    "Options of the benchmark's command."
-    p = argparse.ArgumentParser(prog="dflash_bench", description="Time a drafter step beside its own matrix products.")
-    p.add_argument("--geometry", default="tiny", choices=sorted(GEOMETRIES), help="shape of the drafter")
-    p.add_argument("--runners", default="auto", help=f"one or more of {', '.join(RUNNERS)}, with commas")
-    p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="where")
-    p.add_argument("--anchors", type=int, help="blocks a row")
-    p.add_argument("--rows", type=int, help="rows a step")
-    p.add_argument("--row-len", type=int, help="tokens a row")
-    p.add_argument("--micro-rows", type=int, help="rows a micro-batch")
-    p.add_argument("--steps", type=int, default=10, help="steps timed")
-    p.add_argument("--head8", action="store_true", help="the frozen head in float8")
-    p.add_argument("--kernels", action="store_true", help="device time by kind of kernel")
-    p.add_argument("--out", help="JSON file to write")
-    return p
-
-def main_bench(
-    argv=None, # list of strings; None: the command line
-)->int: # exit code
-    "dflash_bench: one table, printed and stored."
-    a = bench_parser().parse_args(argv)
-    batch = {k: v for k, v in dict(anchors=a.anchors, rows=a.rows, row_len=a.row_len).items() if v}
-    seen = run_bench(a.geometry, tuple(a.runners.split(",")), a.device, batch, micro_rows=a.micro_rows, steps=a.steps, head8=a.head8, kernels=a.kernels)
-    seen["command"] = ["dflash_bench", *(sys.argv[1:] if argv is None else argv)]
-    print(bench_text(seen))
-    if a.out: Path(a.out).write_text(json.dumps(seen, indent=1))
-    return 0
-
-# %% ../nbs/16a_bench.ipynb #16a-bench-029
 def bench_text(
     seen:dict, # of `run_bench`
 )->str: # a plain table
     "One line a runner, one for the machine."
     head = f"{'runner':10}{'ms':>9}{'ms/row':>9}{'TFLOP/s':>9}{'x products':>12}{'GiB':>7}{'compiles':>10}"
-    lines = [f"{r['runner']:10}{r['ms']:9.1f}{r['ms_row']:9.1f}{r['tflops']:9.2f}{r['over_products']:12.2f}{r.get('reserved_gib', 0):7.1f}{r['counts']['compiles']:10}" for r in seen["rows"]]
+    lines = [f"{r['runner']:10}{r['ms']:9.1f}{r['ms_row']:9.1f}{r['tflops']:9.2f}{r['over_products']:12.2f}{r.get('reserved_gib', 0):7.1f}{r.get('counts', {}).get('compiles', 0):10}" for r in seen["rows"]]
     m = seen["machine"]
     return "\n".join([f"{seen['geometry']}: {seen['shape']['rows']} rows of {seen['shape']['row_len']}, {seen['shape']['anchors']} anchors, on {m['device']}, torch {m['torch']}", head, *lines,
                       f"its products alone {seen['products_ms']:.1f} ms, square product {seen['ceiling_tflops']:.2f} TFLOP/s"])
@@ -376,7 +343,3 @@ def plan_step(
                states=2 * rows * slots * g.layers * (8.5 * D + 3 * g.mlp), logits=2 * min(rows * slots * g.vocab, 1.17e9), rest=1.8 * 2**30)
     gib = {k: v / 2**30 for k, v in gib.items()}
     return dict(ms=sum(ms.values()), gib=sum(gib.values()), ms_parts=ms, gib_parts=gib)
-
-# %% ../nbs/16a_bench.ipynb #16a-bench-035
-#| eval: false
-if __name__ == "__main__": sys.exit(main_bench())

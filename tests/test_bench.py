@@ -10,7 +10,6 @@ from dflash_nb.bench import (
     RandomIO,
     attention_flops,
     bench_step,
-    main_bench,
     milliseconds,
     plan_step,
     products,
@@ -20,6 +19,7 @@ from dflash_nb.bench import (
     step_runner,
 )
 from dflash_nb.config import ConfigError, TrainConfig
+from dflash_nb.peer import bench_peer, main_bench, peer_difference, peer_root
 
 TINY = GEOMETRIES["tiny"] | {"anchors": 4, "row_len": 32}
 
@@ -68,3 +68,27 @@ def test_the_command_stores_what_it_prints(tmp_path, capsys):
     assert [r["runner"] for r in seen["rows"]] == ["eager", "eager"] and seen["command"][0] == "dflash_bench" and len(printed) == 5
     with pytest.raises(SystemExit):
         main_bench(["--geometry", "huge"])
+
+
+PEER = pytest.mark.skipif(peer_root() is None, reason="the peer is not installed: pip install --no-deps specforge==0.2.0")
+
+
+@PEER
+@pytest.mark.parametrize("change", [{}, {"heads": 8, "anchors": 20, "row_len": 90}, {"block": 6, "layers": 3}], ids=str)
+def test_the_peer_computes_the_same_loss(change):
+    ours, theirs = peer_difference(GEOMETRIES["tiny"] | change)
+    assert ours == pytest.approx(theirs, rel=1e-5)
+
+
+@PEER
+def test_the_peer_learns_on_our_tensors(capsys):
+    row = bench_peer(TINY, steps=3)
+    assert row["losses"][-1] < row["losses"][0] and row["runner"] == "specforge"
+    assert main_bench(["--runners", "eager", "--steps", "1", "--rows", "1", "--device", "cpu", "--peer", "specforge"]) == 0
+    assert "specforge" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(peer_root() is not None, reason="the peer is there")
+def test_a_missing_peer_says_how_to_get_it():
+    with pytest.raises(ConfigError, match="pip install --no-deps specforge"):
+        main_bench(["--runners", "eager", "--steps", "1", "--rows", "1", "--device", "cpu", "--peer", "specforge"])
