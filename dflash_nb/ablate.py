@@ -146,13 +146,13 @@ def fan_out(
             try: r.outs.append(_micro(r, reader, replace(mine, keep_RN=mine.keep_RN & good_R1), feats_RTF, final_RTD, step, i))
             except Exception as e: live.remove(r); fail(r, e)
     _count_bad_rows(reader)
-    seconds = reader.clock.take()
     for r in live:
-        try: r.row = _finish_step(r, step, seconds)
+        try: r.row = _finish_step(r, step)
         except Exception as e: fail(r, e)
-    wall = time.perf_counter() - start
+    if reader.device.type == "cuda": torch.cuda.synchronize(reader.device)  # the clocks are read
+    seconds, wall = reader.clock.take(), time.perf_counter() - start
     for r in runs:
-        if r.row: r.row |= dict(target_share=seconds / len(runs), wall_share=wall / len(runs))
+        if r.row: r.row |= dict(target_s=seconds, drafter_s=r.side.clock.take(), target_share=seconds / len(runs), wall_share=wall / len(runs))
 
 # %% ../nbs/18_ablate.ipynb #18-ablate-017
 def _anchor_key(cfg): return tuple(getattr(cfg, k) for k in ANCHORS[:2])
@@ -163,7 +163,7 @@ def _micro(run, reader, batch, feats_RTF, final_RTD, step, i):
     if not run.warm: run.side.warm_up(inputs); run.warm = True
     return run.side.micro(inputs, step, i)
 
-def _finish_step(run, step, target_s):
+def _finish_step(run, step):
     "Update and metrics of one arm; raises after too many refused steps in a row."
     out = combine(run.outs)
     told = run.side.update(out, step)
@@ -171,7 +171,7 @@ def _finish_step(run, step, target_s):
     if run.side.probe: row["noise_applied"] = told["applied"]()
     run.skips = run.skips + 1 if row["skipped"] else 0
     if run.skips > 3: raise DataError(f"{run.skips} steps in a row refused as non-finite: loss {row['loss']:.4g}, gradient norm {row['grad_norm']:.4g}")
-    return row | dict(tokens=run.cfg.token_budget, target_s=target_s, drafter_s=run.side.clock.take())
+    return row | dict(tokens=run.cfg.token_budget)
 
 def _count_bad_rows(reader):
     "Rows whose hidden states are not finite leave the loss; where none is left the step is refused, arm by arm."
@@ -352,6 +352,7 @@ def sweep_step(
         row = runs[0].row
         sweep.log.step(sweep.done, loss=row["loss"], lr=row["lr"], tokens=sum(r.row["tokens"] for r in runs), seconds=sum(r.row["wall_share"] for r in runs),
                        arm_step=row["step"], seed=runs[0].seed, arms={r.arm.name: r.row["loss"] for r in runs})
+        sweep.log.gauge(sweep=dict(runs=len(sweep.runs), seed=runs[0].seed, step=row["step"], arms={r.arm.name: r.row["loss"] for r in runs}))
         sweep.log.check()
         for what in sweep.log.take_asked():
             if what == "stop": sweep.log.stop("asked by another process"); sweep.stopping.set()

@@ -97,10 +97,10 @@ def test_a_failed_arm_is_recorded_and_the_rest_go_on(pair, tmp_path, monkeypatch
     clean = ablate(*pair, CFG, {"gamma": [1, 3]}, seeds=2, sweep_dir=tmp_path / "clean", **SHORT)
     inner = module._finish_step
 
-    def breaks(run, step, seconds):
+    def breaks(run, step):
         if run.arm.name == "gamma=1" and run.seed == 1 and step == 3:
             raise RuntimeError("out of memory")
-        return inner(run, step, seconds)
+        return inner(run, step)
 
     monkeypatch.setattr(module, "_finish_step", breaks)
     ab = ablate(*pair, CFG, {"gamma": [1, 3]}, seeds=2, sweep_dir=tmp_path / "s", **SHORT)
@@ -345,3 +345,35 @@ def test_four_arms_cost_one_target_pass_and_their_drafters(tmp_path):
 def test_a_planted_null_on_real_runs(tmp_path):
     ab = nano_sweep(tmp_path, 150, grid={}, seeds=4, twin="again", holdout=16, max_new_tokens=32, walk_docs=0, show="lines")
     assert ab.arms == ["base", "again"] and not ab.differences("tau")["again"].differs, repr(ab)
+
+
+@pytest.mark.slow
+def test_the_command_stops_resumes_and_reports(tmp_path):
+    from dflash_nb.cli_ablate import main_ablate
+    grid = tmp_path / "grid.yaml"
+    grid.write_text("soft: {loss: {ce: 0.1, tv: 0.9}}\nflat: {gamma: null}\n")
+    knobs = dict(steps=30, block_size=6, num_anchors=8, num_draft_layers=1, eval_every=30, checkpoint_every=5, val_anchors=16, holdout=2,
+                 max_new_tokens=4, walk_docs=0, seeds=1, sweep_dir=tmp_path / "s", grid=grid)
+    options = [x for k, v in knobs.items() for x in (f"--{k}", str(v))]
+    run = [sys.executable, "-c", f"import sys; from dflash_nb.cli_ablate import main_ablate; sys.exit(main_ablate({options!r}))"]
+    child = subprocess.Popen(run, env=dict(os.environ, PYTHONPATH=os.getcwd()), stdout=subprocess.PIPE, text=True)
+    while child.poll() is None and not list(tmp_path.glob("s/arms/base/seed-0/rows.jsonl")):
+        time.sleep(0.05)
+    child.send_signal(signal.SIGTERM)
+    out = child.communicate()[0]
+    assert child.returncode == 3 and f"dflash_ablate --resume {tmp_path / 's'}" in out
+    assert main_ablate(options) == 2
+    assert main_ablate(["--resume", str(tmp_path / "s"), "--json"]) == 0
+    assert (tmp_path / "s/report/plot.svg").exists() and len(read_sweep(tmp_path / "s").arms) == 3
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype, runner", [("float32", "eager"), ("bfloat16", "auto")])
+def test_a_sweep_on_a_gpu(tmp_path, dtype, runner):
+    from dflash_nb.pipeline import replicate_target
+    target = replicate_target(toy_target(), "cuda:0")
+    cfg = CFG | dict(dtype=dtype, runner=runner, attention="sdpa")
+    ab = ablate(target, toy_data(), cfg, {"kl": dict(loss="fkl"), "muon": dict(optimizer="muon"), "noise": dict(noise=0.1)}, seeds=2,
+                sweep_dir=tmp_path / "s", **SHORT)
+    assert ab.outcome == "finished" and not ab.failed, repr(ab)
+    assert ab.cost["wall"] > 0 and ab.cost["target"] > 0
