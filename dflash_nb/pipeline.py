@@ -107,8 +107,8 @@ def differing(sides) -> list:
 class Slot:
     "Buffers of one hand-over on the drafter's device."
     def __init__(self, device):
-        self.device, self.inputs = torch.device(device), None
-        self.ready, self.free = (torch.cuda.Event(), torch.cuda.Event()) if self.device.type == "cuda" else (None, None)
+        self.device, self.inputs, self.ready, self._written = torch.device(device), None, None, {}
+        self.free = torch.cuda.Event() if self.device.type == "cuda" else None
 
     def fill(self, inputs: Inputs):
         "Called by the target's thread: copies without waiting for either device."
@@ -118,13 +118,14 @@ class Slot:
         if self.inputs is None: self.inputs = inputs.empty_like(self.device)
         else: here.wait_event(self.free)
         self.inputs.copy_(inputs)
+        self.ready = self._written.setdefault(here.device, torch.cuda.Event())  # an event belongs to one device
         self.ready.record(here)
         return self
 
     @contextmanager
     def read(self):
         "The inputs, for the drafter's stream."
-        if self.ready is None: yield self.inputs; return
+        if self.free is None: yield self.inputs; return
         torch.cuda.current_stream(self.device).wait_event(self.ready)
         yield self.inputs
         self.free.record(torch.cuda.current_stream(self.device))
@@ -256,9 +257,9 @@ class _Pipeline:
     @contextmanager
     def open_gradients(self):
         "Within, the caller may look at the lead's gradient sums, and change them: every replica then takes the changed ones."
-        if self.lead.device.type == "cuda": torch.cuda.synchronize(self.lead.device)
+        self.lead.reach()
         yield
-        if self.lead.device.type == "cuda": torch.cuda.synchronize(self.lead.device)
+        if self.lead.device.type == "cuda": torch.cuda.current_stream(self.lead.device).synchronize()
         for s in self.sides[1:]: s.flat.copy_(self.lead.flat)
 
 class Alone(_Pipeline):
@@ -385,6 +386,17 @@ class Threads(_Pipeline):
         return busy
 
 # %% ../nbs/14c_pipeline.ipynb #14c-pipeline-034
+_STREAMS, _STREAMS_LOCK = {}, threading.Lock()
+
+@contextmanager
+def _own_stream(device):
+    "A stream that no other thread uses meanwhile; kept for the next thread, because libraries keep a workspace for every stream they have seen."
+    with _STREAMS_LOCK: stream = (_STREAMS.setdefault(device, []) or [torch.cuda.Stream(device)]).pop()
+    try:
+        with torch.cuda.stream(stream): yield
+    finally:
+        with _STREAMS_LOCK: _STREAMS[device].append(stream)
+
 @contextmanager
 def own_modes(
     device: torch.device,
@@ -397,7 +409,7 @@ def own_modes(
     on, default = nullcontext(), torch.get_default_device()
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        if stream: on = torch.cuda.stream(torch.cuda.Stream(device))
+        if stream: on = _own_stream(device)
     plain = nullcontext() if default.type == "cpu" else torch.device("cpu")  # costs a little each call, so only where it is needed
     with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False), plain, on: yield
 
@@ -405,10 +417,10 @@ def warm_target(reader: TargetSide, batch) -> Inputs:
     "One pass that leaves nothing but warm kernels (and, where rows are kept, their features)."
     inputs = reader.read(batch.to(reader.device))
     reader.guard.pending.clear(); reader.clock.take()
-    if reader.device.type == "cuda": torch.cuda.synchronize(reader.device)
+    if reader.device.type == "cuda": torch.cuda.current_stream(reader.device).synchronize()
     return inputs
 
 def warm_drafter(side: DrafterSide, inputs: Inputs):
     "Compile or capture what the runner needs; weights, moments and counters stay as they are."
     side.warm_up(inputs.to(side.device))
-    if side.device.type == "cuda": torch.cuda.synchronize(side.device)
+    if side.device.type == "cuda": torch.cuda.current_stream(side.device).synchronize()

@@ -231,6 +231,10 @@ class DrafterSide:
         "Note how far this drafter's stream has come."
         if self.device.type == "cuda": self._at = torch.cuda.current_stream(self.device).record_event()
 
+    def reach(self):
+        "Wait, on the host, for what was launched before the last `mark`."
+        if self._at is not None: self._at.synchronize()
+
     def mark_wait(self,
         stream,  # of another replica
     ):
