@@ -331,16 +331,11 @@ def read_prompts(
     if not isinstance(rows, list) or not rows: raise DataError(f"--prompts {str(path)!r}: holds no prompt; give at least one")
     return rows[:limit]
 
-# %% ../nbs/30_cli.ipynb #30-cli-032
+# %% ../nbs/30_cli.ipynb #30-cli-031
 def _eval_folder(args) -> Path:
     "The folder that holds the drafter to measure."
-    from dflash_nb.checkpoint import CheckpointError, best_step, drafter_folder, load_state
-    root = Path(args.drafter)/"checkpoints"
-    if args.checkpoint == "latest": return drafter_folder(args.drafter)
-    if not root.is_dir(): raise CheckpointError(f"--checkpoint {args.checkpoint!r}: {args.drafter!r} is no run directory; leave --checkpoint out")
-    step = best_step(root) if args.checkpoint == "best" else read_value(args.checkpoint)
-    if not isinstance(step, int): raise ConfigError(f"--checkpoint {args.checkpoint!r}: " + ("the run has no validation score" if args.checkpoint == "best" else "give latest, best or a step number"))
-    return load_state(root, step).path
+    from dflash_nb.checkpoint import drafter_folder
+    return drafter_folder(args.drafter, args.checkpoint)
 
 def _check_eval(args):
     "Numbers that can be refused before anything is loaded."
@@ -353,7 +348,7 @@ def _check_eval(args):
     if not Path(args.drafter).is_dir(): raise DataError(f"{args.drafter!r}: no such folder; give a run directory or a drafter folder")
     if args.prompts: _check_path("--prompts", args.prompts)
 
-# %% ../nbs/30_cli.ipynb #30-cli-031
+# %% ../nbs/30_cli.ipynb #30-cli-032
 def _progress(done, total, row):
     "A plain line each few prompts."
     if done in (1, total) or done % max(1, total//10) == 0: print(f"prompt={done}/{total} tau={row['tau']:.2f}", flush=True)
@@ -364,6 +359,7 @@ def _measure(args):
     with stage("importing torch and transformers"):
         from dflash_nb.checkpoint import load_drafter
         from dflash_nb.evaluate import evaluate
+        from dflash_nb.export import other_weights
         from dflash_nb.target import asset, load_target
         _quiet()
     device, folder = _check_device(args.device), _eval_folder(args)
@@ -372,6 +368,7 @@ def _measure(args):
     name = args.target or drafter.cfg.target_name
     if not name: raise ConfigError(f"{str(folder)!r} does not say which target it was trained for: give --target")
     with stage(f"loading target {name} on {device}"): target = load_target(name, device=device, dtype=args.dtype)
+    if differs := other_weights(folder, target): print(f"warning: {differs}", flush=True)
     print(f"drafter {folder}; decoding {len(rows)} prompts, at most {args.max_new_tokens} tokens each, temperature {args.temperature:g}", flush=True)
     drafter = drafter.to(target.dtype)
     return evaluate(drafter, target, rows, max_new_tokens=args.max_new_tokens, temperature=args.temperature, seed=args.seed, progress=_progress), folder, name
@@ -402,5 +399,5 @@ def where_next(
     "What to look at after this number."
     weakest = min(report.to_dict()["by_kind"], key=lambda k: k["tau"] if k["tau"] is not None else float("inf"))
     run = Path(folder).parent.parent
-    where = f"the run's curve: Trainer.from_run({str(run)!r}).history; more steps: dflash_train --resume {shlex.quote(str(run))} --steps N" if (run/"run.json").exists() else "train it further with your own data"
+    where = f"the run's curve: Trainer.from_run({str(run)!r}).history; more steps: dflash_train --resume {shlex.quote(str(run))} --steps N" if (run/"run.json").exists() else f"train it further: dflash_train --drafter {shlex.quote(str(folder))} --data chats.jsonl"
     return f"next: {where}\n      weakest kind: {weakest['kind']} (tau {weakest['tau'] or float('nan'):.2f}): more such chats, or another gamma, may help most there"
