@@ -350,7 +350,7 @@ def sweep_step(
         sweep.done += len(runs)
         if not sweep.log or not runs: return
         row = runs[0].row
-        sweep.log.step(sweep.done, loss=row["loss"], lr=row["lr"], tokens=sum(r.row["tokens"] for r in runs), seconds=sum(r.row["wall_share"] for r in runs),
+        sweep.log.step(sweep.done, tokens=sum(r.row["tokens"] for r in runs), seconds=sum(r.row["wall_share"] for r in runs),
                        arm_step=row["step"], seed=runs[0].seed, arms={r.arm.name: r.row["loss"] for r in runs})
         sweep.log.gauge(sweep=dict(runs=len(sweep.runs), seed=runs[0].seed, step=row["step"], arms={r.arm.name: r.row["loss"] for r in runs}))
         sweep.log.check()

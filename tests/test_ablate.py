@@ -18,7 +18,7 @@ from dflash_nb.callbacks import ProgressCB
 from dflash_nb.config import ConfigError, TrainConfig
 from dflash_nb.events import RunDirError, ask, read_events
 from dflash_nb.results import COST
-from dflash_nb.status import status
+from dflash_nb.status import diagnose, status
 from dflash_nb.store import disk_features
 from dflash_nb.trainer import toy_data, toy_target
 
@@ -292,6 +292,7 @@ def test_the_sweep_s_folder_is_a_run_to_every_reader(pair, tmp_path, capsys):
     ab = ablate(*pair, CFG, {"gamma": [1]}, seeds=1, sweep_dir=tmp_path / "s", holdout=4, max_new_tokens=8, walk_docs=2, show="lines")
     told = status(tmp_path / "s")
     assert told.state == "finished" and told.step == told.steps == 12
+    assert not [x for x in diagnose(tmp_path / "s") if x["rule"] in ("loss", "noise", "warmup")]
     lines = capsys.readouterr().out
     assert "2 arms x 1 seeds" in lines and "run_steps=12/12 ended=2/2 failed=0" in lines
     events = read_events(tmp_path / "s")
