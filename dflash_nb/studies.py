@@ -4,10 +4,12 @@
 
 # %% auto #0
 __all__ = ['STUDY_BASE', 'STUDIES', 'Study', 'run_study', 'study_data', 'gamma_block_study', 'betas_study', 'noise_study',
-           'losses_study', 'layers_study', 'anchors_study', 'conclusion']
+           'losses_study', 'layers_study', 'anchors_study', 'conclusion', 'record_study']
 
 # %% ../nbs/18a_studies.ipynb #18a-studies-001
+import json, time
 from dataclasses import dataclass
+from pathlib import Path
 from .ablate import ablate
 from .config import ConfigError, TrainConfig
 from .results import Ablation, cost_text
@@ -89,3 +91,20 @@ def conclusion(
     elif not_seen: lines.append(f"Would have been seen in four of five such studies: {'; '.join(f'{a} {d.detectable():.2f}' for a, d in found.items())}.")
     d = next(iter(found.values()))
     return "\n".join([*lines, f"Short runs ({STUDY_BASE['steps']} steps), {d.seeds} seeds x {d.prompts} prompts, 95% over all {len(found)} comparisons (Holm). {cost_text(ab.cost)}"])
+
+# %% ../nbs/18a_studies.ipynb #18a-studies-018
+def record_study(
+    ab:Ablation, # of `run_study`
+    name:str, # one of STUDIES
+    path, # a .json file of records, made if missing; an older record of this study is replaced
+    metric:str="tau",
+)->dict: # the record
+    "Add a study's differences to a log, with date, versions, seconds and what could have been seen."
+    path = Path(path)
+    log = json.loads(path.read_text()) if path.exists() else []
+    rows = [dict(arm=a, difference=d.mean, low=d.low, high=d.high, quantile=d.quantile, p_holm=d.p_holm, detectable=d.detectable(), differs=d.differs) for a, d in ab.differences(metric).items()]
+    d = next(iter(ab.differences(metric).values()))
+    one = dict(study=name, date=time.strftime("%Y-%m-%d"), question=STUDIES[name].question, metric=metric, base=float(ab.summary(metric)["mean"].iloc[0]), seeds=d.seeds, prompts=d.prompts,
+               steps=STUDY_BASE["steps"], seconds=round(ab.cost["target"] + ab.cost["drafters"], 1), versions=ab.table.versions.iloc[0], arms=rows)
+    path.write_text(json.dumps([x for x in log if x["study"] != name] + [one], indent=1) + "\n")
+    return one
