@@ -47,13 +47,13 @@ def run_callbacks(
 
 def in_order(
     defaults: list[Callback],
-    extra,             # callbacks of the user; one of a default's class replaces it
+    extra,             # callbacks of the user; one of a default's class, or of its kin, replaces it
 ) -> list[Callback]:
     "Callbacks sorted by `order`; equal orders keep the order given."
     for cb in extra:
         if not isinstance(cb, Callback): raise ConfigError(f"callback {cb!r} is no Callback: pass an instance of a subclass of dflash_nb.trainer.Callback")
-    taken = {type(cb) for cb in extra}
-    return sorted([cb for cb in defaults if type(cb) not in taken] + list(extra), key=lambda cb: cb.order)
+    kin = lambda a, b: isinstance(a, type(b)) and type(b) is not Callback
+    return sorted([cb for cb in defaults if not any(kin(cb, x) or kin(x, cb) for x in extra)] + list(extra), key=lambda cb: cb.order)
 
 # %% ../nbs/14d_callbacks.ipynb #14d-callbacks-012
 class HistoryCB(Callback):

@@ -26,7 +26,8 @@ from .decode import generate, speculate
 from .evaluate import pooled_tau, sim_tau, walk_tau
 from .events import software_versions
 from .export import export_drafter, verify_export
-from .trainer import Callback, ProgressCB, Trainer, start_config
+from .callbacks import Callback, ProgressCB
+from .trainer import Trainer, start_config
 
 # %% ../nbs/19a_preflight.ipynb #19a-preflight-007
 def first_prompts(

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from safetensors import SafetensorError
-from .callbacks import Callback, CheckpointCB, EvalCB, EventsCB, HistoryCB, ProgressCB, TrainError, in_order, run_callbacks
+from .callbacks import Callback, CheckpointCB, EvalCB, EventsCB, HistoryCB, TrainError, in_order, run_callbacks
 from .checkpoint import CheckpointError, continue_config, copy_drafter, drafter_hash, load_drafter, load_state, mark_best, save_state, scan_states
 from .config import ConfigError, DataError, DflashError, TrainConfig, default_layer_ids, load_config, resolve, resolve_gamma
 from .data import Dataset, batches, pack, validation_blocks
@@ -30,6 +30,7 @@ from .pipeline import Alone, Threads, differing, own_modes, place, replicate_dra
 from .sides import DrafterSide, FeatureCache, TargetSide
 from .target import Target, choose_mask_token, load_target, used_ids
 from .threads import Flag, Stopped, Watchdog, Worker, WorkerError, drop_frames
+from .widget import WidgetCB
 
 # %% ../nbs/15_trainer.ipynb #15-trainer-008
 class Signals:
@@ -137,7 +138,7 @@ class _Parts:
         self.copied = copy_target_layers(self.drafter, target) if cfg.init == "target" else None
         self.line = build_pipeline(self)
         self.optimizer = self.line.lead.optimizer
-        self.callbacks = in_order([HistoryCB(), EvalCB(), CheckpointCB(), EventsCB(), ProgressCB(), *([StartCB()] if drafter else [])], callbacks)
+        self.callbacks = in_order([HistoryCB(), EvalCB(), CheckpointCB(), EventsCB(), WidgetCB(), *([StartCB()] if drafter else [])], callbacks)
         self.step, self.last, self.extra, self.best, self.skipped, self.skips_in_a_row = 0, {}, {}, None, 0, 0
         self.stage, self.log, self.record, self.notes, self.resumed, self.saved, self.dog = "start", None, None, [], False, None, None
         self._stop, self._paused, self._want, self._ready = (Flag() for _ in range(4))
@@ -602,6 +603,7 @@ class Trainer(_Session):
     ):
         "Train until `cfg.steps`; Ctrl-C, SIGTERM and `stop()` end at a step edge with a checkpoint and a partial record."
         self._claim()
+        self.blocking = block
         try:
             with interrupts(self.stop) if block else nullcontext(Signals(self.stop)) as self._signals:
                 self._begin()

@@ -51,7 +51,7 @@ def execute(path, timeout: int = 120) -> bool:
     start = time.time()
     client = NotebookClient(nb, timeout=timeout, kernel_name="python3",
                             resources={"metadata": {"path": str(path.parent)}})
-    env = dict(os.environ, PYTHONPATH=str(ROOT))
+    env = dict(os.environ, PYTHONPATH=str(ROOT), DFLASH_SHOW="lines")
     ok = True
     with client.setup_kernel(env=env):
         for i, cell in enumerate(nb.cells):

@@ -275,8 +275,9 @@ def test_any_signal_at_any_moment(files, tmp_path, seed):
 
 
 def test_measuring_a_run_leaves_no_trace(tmp_path):
+    from dflash_nb.callbacks import ProgressCB
     from dflash_nb.cli import expected_seconds
-    from dflash_nb.trainer import ProgressCB, Trainer, toy_data, toy_target
+    from dflash_nb.trainer import Trainer, toy_data, toy_target
 
     def losses(name, measured):
         cfg = TrainConfig(block_size=4, num_draft_layers=1, row_len=64, num_anchors=6, steps=4, mask_token_id=63, val_share=0)
@@ -316,8 +317,8 @@ def test_bad_devices_are_refused_by_name(tmp_path, given, said, capsys):
 
 def test_threads_are_an_option(tmp_path, files, capsys):
     places = '{"target": ["cpu", "cpu"], "drafter": ["cpu"]}'
-    args = ["--target", str(files / "target"), "--data", str(files / "chats.jsonl"), *SMALL, "--steps", "2", "--run_dir", str(tmp_path / "r"), "--devices", places]
-    assert cli.dflash_train(args + ["--preflight", "no"]) == 0
+    args = ["--target", str(files / "target"), "--data", str(files / "chats.jsonl"), *SMALL, "--steps", "2", "--preflight", "no"]
+    assert cli.dflash_train([*args, "--run_dir", str(tmp_path / "r"), "--devices", places]) == 0
     assert "target threads on cpu, cpu; drafter on cpu" in capsys.readouterr().out
     assert cli.dflash_train(["--resume", str(tmp_path / "r"), "--steps", "3"]) == 0
     assert "target threads on cpu, cpu" in capsys.readouterr().out

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from dflash_nb import cli, status
-from dflash_nb.callbacks import progress_mode
+from dflash_nb.callbacks import Callback, ProgressCB, progress_mode
 from dflash_nb.checkpoint import CheckpointError
 from dflash_nb.config import ConfigError, DataError, TargetError, TrainConfig, load_config
 from dflash_nb.evaluate import prompt_ids
 from dflash_nb.events import new_run_dir
 from dflash_nb.target import load_target
-from dflash_nb.trainer import Callback, ProgressCB, Trainer, toy_data, toy_target
+from dflash_nb.trainer import Trainer, toy_data, toy_target
 
 SHAPE = dict(block_size=4, num_anchors=4, num_draft_layers=1, mask_token_id=63, row_len=64, token_budget=64, val_share=0.0, steps=2)
 

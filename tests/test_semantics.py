@@ -7,11 +7,12 @@ import torch
 from reference import one_block
 from tiny import tiny_model
 
+from dflash_nb.callbacks import ProgressCB
 from dflash_nb.config import NoiseConfig, TrainConfig
 from dflash_nb.data import Dataset, batches
 from dflash_nb.optim import make_optimizer
 from dflash_nb.target import Target
-from dflash_nb.trainer import ProgressCB, Trainer
+from dflash_nb.trainer import Trainer
 
 torch.set_num_threads(1)
 B, T, N, MASK, SEED = 4, 48, 16, 259, 5

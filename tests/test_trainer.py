@@ -16,21 +16,12 @@ from safetensors.torch import load_file
 
 from dflash_nb import callbacks, checkpoint, sides
 from dflash_nb import trainer as module
+from dflash_nb.callbacks import Callback, CheckpointCB, EvalCB, HistoryCB, ProgressCB, TrainError
 from dflash_nb.config import ConfigError, DataError, DflashError, NoiseConfig, TrainConfig
 from dflash_nb.data import Dataset, batches
 from dflash_nb.events import ask, read_events
 from dflash_nb.optim import clip_gradients
-from dflash_nb.trainer import (
-    Callback,
-    CheckpointCB,
-    EvalCB,
-    HistoryCB,
-    ProgressCB,
-    Trainer,
-    TrainError,
-    toy_data,
-    toy_target,
-)
+from dflash_nb.trainer import Trainer, toy_data, toy_target
 
 ROOT = Path(__file__).resolve().parents[1]
 CFG = TrainConfig(block_size=4, num_draft_layers=1, row_len=64, token_budget=128, micro_rows=1, num_anchors=6, steps=10, lr=3e-3,
