@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['RUNNERS', 'tree_map', 'tensors', 'frame', 'Static', 'step_modes', 'forget_casts', 'EagerRunner', 'run_micro',
-           'run_update', 'compiled_graphs', 'CompiledRunner', 'private_stream', 'Pool', 'Captured', 'Rehearsal',
+           'run_update', 'compiled_graphs', 'CompiledRunner', 'private_stream', 'GraphMemory', 'Captured', 'Rehearsal',
            'GraphRunner', 'Runner', 'make_runner', 'device_counts']
 
 # %% ../nbs/14_graphs.ipynb #14-graphs-001
@@ -207,7 +207,7 @@ def private_stream(
         return torch.cuda.ExternalStream(handle.value, device=device)
 
 # %% ../nbs/14_graphs.ipynb #14-graphs-035
-class Pool:
+class GraphMemory:
     "Device memory of one runner's graphs; other allocations never get it."
     def __init__(self, device): self.device, self.id, self._uses = device.index, torch.cuda.graph_pool_handle(), 0
 
@@ -270,7 +270,7 @@ class Captured:
     def __init__(self,
         fn, # () -> tree of tensors; runs once, and is recorded once
         stream:torch.cuda.Stream, # of `private_stream`; current
-        pool:Pool, # where its memory stays
+        pool:GraphMemory, # where its memory stays
     ):
         self.exec, self.pool = ctypes.c_void_p(), pool
         with pool(), _no_gc():
@@ -319,7 +319,7 @@ class GraphRunner(CompiledRunner):
         "A recorder of functions, on a stream of its own where there are streams."
         if self.device.type != "cuda": yield Rehearsal; return
         stream, before = private_stream(self.device), torch.cuda.current_stream()
-        self.pool = Pool(self.device)
+        self.pool = GraphMemory(self.device)
         stream.wait_stream(before)
         with torch.cuda.stream(stream): yield lambda fn: Captured(fn, stream, self.pool)
         before.wait_stream(stream)

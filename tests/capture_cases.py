@@ -12,7 +12,7 @@ import time
 
 import torch
 
-from dflash_nb.graphs import _ALONE, Captured, Pool, private_stream, step_modes
+from dflash_nb.graphs import _ALONE, Captured, GraphMemory, private_stream, step_modes
 
 DEVICE = torch.device("cuda:0")
 
@@ -37,7 +37,7 @@ def side(seed, n=256):
 
 def capture_by_driver(fn):
     with step_modes(DEVICE):
-        stream, pool = private_stream(DEVICE), Pool(DEVICE)
+        stream, pool = private_stream(DEVICE), GraphMemory(DEVICE)
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             graph = Captured(fn, stream, pool)

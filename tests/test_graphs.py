@@ -439,7 +439,7 @@ def test_destructors_raise_nothing():
     def fails():
         raise RuntimeError("gone")
     assert graphs._quietly(fails) is None
-    pool = graphs.Pool.__new__(graphs.Pool)  # never finished: no attribute is there
+    pool = graphs.GraphMemory.__new__(graphs.GraphMemory)  # never finished: no attribute is there
     del pool
 
 
