@@ -11,7 +11,7 @@ from .events import EventLog, fold, new_state, read_beat, tail_events
 from .status import Status, diagnose, event_level, event_text, status_of, _big, _devices, _g, _num, _secs
 
 # %% auto #0
-__all__ = ['CURVE_KEYS', 'demo_run', 'RunTail', 'run_panels', 'run_page', 'RunReport']
+__all__ = ['CURVE_KEYS', 'demo_run', 'RunTail', 'run_panels', 'run_page', 'advice', 'RunReport']
 
 # %% ../nbs/02a_report.ipynb #02a-report-007
 def demo_step(
@@ -209,6 +209,7 @@ _RULES = """
 .dfl .dfl-devices td,.dfl .dfl-devices th{padding:1px 12px 1px 0;text-align:left;border:0;background:none;white-space:nowrap;max-width:none} .dfl-devices th{color:var(--dfl-dim);font-weight:400} .dfl .dfl-devices tr{background:none}
 .dfl-load{display:inline-block;width:44px;height:7px;background:var(--dfl-fill);border:1px solid var(--dfl-line);margin-right:5px;vertical-align:middle} .dfl-load i{display:block;height:100%;background:var(--dfl-a)}
 .dfl-events{list-style:none;margin:4px 0!important;padding:0!important;font-size:12px;max-height:150px;overflow-y:auto} .dfl-events li{margin:0!important;overflow-wrap:anywhere} .dfl-events time{color:var(--dfl-dim);padding-right:6px;font-variant-numeric:tabular-nums}
+.dfl-advice{border-left:4px solid var(--dfl-warn);padding:1px 8px;margin:3px 0;overflow-wrap:anywhere}
 .dfl-alert{border-left:4px solid var(--dfl-bad);padding:2px 8px;margin:4px 0;overflow-wrap:anywhere} .dfl-alert pre{white-space:pre-wrap;font-size:11px;max-height:160px;overflow:auto;color:inherit;background:none;margin:4px 0 0}
 .dfl-columns{display:flex;flex-wrap:wrap;gap:4px 24px} .dfl-columns>*{flex:1 1 340px;min-width:0;width:auto!important}
 .dfl-sr{position:absolute;width:1px;height:1px;overflow:hidden;clip-path:inset(50%);white-space:nowrap}
@@ -350,6 +351,10 @@ def panel_events(
         level = event_level(e)
         return tag("li", tag("time", time.strftime("%H:%M:%S", time.localtime(_num(e.get("t")) or 0))), tag("span", esc(("error: " if level == "error" else "") + event_text(e, 400)), cls={"error": "bad", "warning": "warn"}.get(level, "")))
     return tag("ol", *map(item, list(events)[-show:][::-1]), cls="events", role="log", aria_label="events, newest first", aria_live="off", tabindex=0)
+
+def panel_advice(findings: list) -> str:
+    "What looks wrong and what to try."
+    return "".join(tag("div", tag("span", esc(f["text"]), cls="warn"), esc(f". Try: {f['try']}"), cls="advice", role="note") for f in findings[:3])
 
 def panel_alert(s: Status) -> str:
     "What went wrong, in red, with the end of the traceback; empty when nothing did."
@@ -554,9 +559,12 @@ def _report_rows(tail, s) -> list:  # (name, text)
     if x := s.last_exception: rows.insert(2, ("error", f"{x.get('type')}: {x.get('text')} (thread {x.get('thread')}, device {x.get('device')}, step {x.get('step')})"))
     return [(k, v) for k, v in rows if v]
 
-def _advice(run_dir) -> list:
-    "What `diagnose` says, but for the end itself, which has a row of its own; nothing where a damaged log stops it."
-    try: return [f for f in diagnose(run_dir) if f["rule"] not in ("failed", "killed")]
+def advice(
+    run_dir,
+    limit: int = 8 << 20,  # bytes of events above which nothing is asked: `diagnose` reads them all
+) -> list:
+    "What `diagnose` says, but for the end itself, which has a place of its own; nothing where a damaged log stops it."
+    try: return [f for f in diagnose(run_dir) if f["rule"] not in ("failed", "killed")] if (Path(run_dir)/"events.jsonl").stat().st_size < limit else []
     except Exception: return []
 
 class _ReadRun:
@@ -565,14 +573,12 @@ class _ReadRun:
         run_dir,
         tail: RunTail|None = None,   # one that has read the run already
         outcome: str|None = None,    # known better than the files do (the last line is still to be written)
-        advice: bool = True,         # ask `diagnose` too? It reads the whole log; left out above 8 MB
     ):
         self.tail = tail or RunTail(run_dir)
         while self.tail.look(): pass
         self.status = self.tail.status()
         if self.status and outcome and self.status.state not in ENDED: self.status.update(state=outcome, eta=None)
-        small = advice and self.status and (self.tail.run_dir/"events.jsonl").stat().st_size < 8 << 20
-        self.findings = _advice(run_dir) if small else []
+        self.findings = advice(run_dir) if self.status else []
         self.png = draw_report(self.tail)
 
 # %% ../nbs/02a_report.ipynb #02a-report-053

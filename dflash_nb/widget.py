@@ -9,7 +9,7 @@ from collections import deque
 from pathlib import Path
 from .config import ConfigError
 from .events import ask
-from .report import (CURVE_KEYS, ENDED, STYLE, RunReport, RunTail, esc, panel_alert, panel_charts, panel_devices, panel_events, panel_head, panel_numbers,
+from .report import (CURVE_KEYS, ENDED, STYLE, RunReport, RunTail, advice, esc, panel_advice, panel_alert, panel_charts, panel_devices, panel_events, panel_head, panel_numbers,
                               panel_progress, panel_stages, spark, state_words, tag, flow_words, count_words)
 from .status import event_level, event_line, main_status, _over, _secs
 from .callbacks import ProgressCB
@@ -123,14 +123,22 @@ class _Looks:
         panes.put("head", panel_head(s, panes.controls.note if s.state not in ENDED else ""))
         panes.put("progress", panel_progress(s))
         if self.looks % 2 == 0:
-            for name, panel in (("stages", panel_stages), ("alert", panel_alert), ("numbers", panel_numbers)): panes.put(name, panel(s))
+            for name, panel in (("stages", panel_stages(s)), ("alert", panel_alert(s) + panel_advice(self.advice)), ("numbers", panel_numbers(s))): panes.put(name, panel)
         if now - self._drawn > .95 or (s.step or 0) < 20: self._drawn = now; self._slow_panels(s)
 
     def _slow_panels(self, s):
         error = tag("div", esc(self.panes.controls.error), cls="bad") if self.panes.controls.error else ""
         for name, panel in (("charts", panel_charts(self.tail)), ("devices", panel_devices(s)), ("events", error + panel_events(self.tail.events))): self.panes.put(name, panel)
         loud = [e for e in self.tail.events if event_level(e) == "error" or e["kind"] == "checkpoint"]
+        self._advise(s)
         self.panes.put("say", tag("div", esc(f"{s.run}: {state_words(s)}. {event_line(loud[-1]) if loud else ''}"), cls="sr", role="status", aria_live="polite"))
+
+    def _advise(self, s):
+        "Ask `diagnose` now and then, for at most half a percent of the time: it reads the whole log."
+        if time.monotonic() < self._advise_at or s.state != "running": return
+        start = time.thread_time()
+        self.advice = advice(self.run_dir)
+        self._advise_at = time.monotonic() + max(15., 200*(time.thread_time() - start))
 
     def _waiting(self): return f"{self.tail.run_dir}: waiting for the run to start, {_secs(round(time.monotonic() - self._t0))}"
 
@@ -169,6 +177,7 @@ class LiveView(_Looks):
         self.panes = _Panes(Controls(stop if actions is None else actions, self._wake), setup, hint)
         self.status, self.report, self.errors, self.error, self.looks, self.cost = None, None, 0, "", -1, 0.
         self._ids, self._cell, self._drawn, self._t0 = [], None, -9., time.monotonic()
+        self.advice, self._advise_at = [], self._t0 + 5.
 
     def show(self):
         "Display it in this cell and start to look. Call it from the cell's own thread."

@@ -570,3 +570,16 @@ def test_a_view_asks_for_the_load_of_gpus_now_and_then(tmp_path, monkeypatch):
     log.close()
     assert row == dict(role="target + drafter", device="cuda:0", memory_gb=1.0, load=0.5) and len(asked) == 1
     assert "50%" in rp.panel_devices(tail.status()) or tail.status().process is None
+
+
+def test_a_view_says_what_looks_wrong_while_the_run_goes_on(tmp_path):
+    log = EventLog(tmp_path, config=dict(noise=dict(strength=.1)), steps=100)
+    for i in range(1, 41):
+        log.step(**{**demo_step(i, 100), "noise": 0.0})
+    view = LiveView(tmp_path, {}, follow=False)
+    view._advise_at = 0.
+    view._look()
+    view._look()
+    view._look()
+    log.close()
+    assert "Noise strength 0.1 was asked for" in view.panes.shown["alert"] and view._advise_at > time.monotonic() + 10
