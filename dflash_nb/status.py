@@ -608,10 +608,12 @@ def _rule_noise(v, least=20):
     if _num(asked) and len(seen) >= least and max(seen) == 0:
         return _finding(f"Noise strength {asked} was asked for, but all {len(seen)} steps ran with 0", "read the strength from the schedule at each step, where it is used; check the schedule's length against steps")
 
-def _rule_whiplash(v, last=100, least=20, limit=-.05):
+def _rule_whiplash(v, last=100, least=20, limit=-.05, swing=.25, share=.15):
     cos = v.series("grad_cos", last)
-    if len(cos) >= least and statistics.fmean(cos) < limit:
-        return _finding(f"Gradient whiplash: successive gradients point against each other (mean cosine {statistics.fmean(cos):.2f} over {len(cos)} steps)",
+    if len(cos) < least: return None
+    mean, std, against = statistics.fmean(cos), statistics.pstdev(cos), sum(c < -.1 for c in cos)/len(cos)
+    if mean < limit or std > swing and against > share:
+        return _finding(f"Gradient whiplash: {against:.0%} of the steps point against the one before (mean cosine {mean:.2f}, standard deviation {std:.2f}, {len(cos)} steps)",
                         "mix lengths and kinds within each batch instead of grouping them; then a larger token_budget or a smaller lr")
 
 # %% ../nbs/02_status.ipynb #02-status-056

@@ -382,6 +382,12 @@ def test_applied_noise_counts_not_the_scheduled_one(tmp_path):
     assert rules(tmp_path / "run") == {"noise"}
 
 
+def test_a_swinging_cosine_is_whiplash_although_its_mean_is_not(tmp_path):
+    made(tmp_path / "turns", [dict(ok, grad_cos=c) for c in (0.6, -0.4, 0.5, 0.3) * 10])
+    made(tmp_path / "noisy", [dict(ok, grad_cos=c) for c in (0.3, -0.12, 0.2, 0.1) * 10])
+    assert rules(tmp_path / "turns") == {"whiplash"} and rules(tmp_path / "noisy") == set()
+
+
 def test_starving_names_the_side(tmp_path):
     made(tmp_path, [dict(ok, drafter_wait=0.01, target_wait=0.6)] * 10)
     (found,) = diagnose(tmp_path)
