@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Placement', 'place', 'replicate_target', 'replicate_drafter', 'sync_replicas', 'differing', 'Slot', 'Item', 'feed',
            'train_share', 'sum_share', 'fetch_shares', 'step_metrics', 'update_and_read', 'Alone', 'Threads',
-           'own_modes', 'warm_target', 'warm_drafter']
+           'own_modes', 'float32_default', 'warm_target', 'warm_drafter']
 
 # %% ../nbs/14c_pipeline.ipynb #14c-pipeline-001
 import copy, functools, threading, time
@@ -245,10 +245,11 @@ class _Pipeline:
     def alive(self) -> list: return []  # names of threads that outlived their run
 
     def free(self):
-        "Drop gradients, kept features and batches: weights and moments stay."
-        for s in self.sides: s.free()
-        for r in self.readers: r.features.clear(); r.guard.pending.clear(); r.clock.take()
-        self.batch_of.cache_clear()
+        "Drop gradients, kept features, batches and the moments of replicas: weights and the lead's moments stay."
+        for s in self.sides: s.free(); s.clock.spans.clear()
+        for s in self.sides[1:]: s.optimizer.state.clear()
+        for r in self.readers: r.features.clear(); r.guard.pending.clear(); r.clock.spans.clear()
+        self.guard.pending.clear(); self.batch_of.cache_clear()
 
     def rows(self, step) -> list:
         "Numbers of the packed rows of a step."
@@ -280,7 +281,8 @@ class Alone(_Pipeline):
         reader, side, rows = self.readers[0], self.lead, self.cfg.micro_rows
         batch = self.batch_of(step).to(side.device)
         side.zero()
-        self._outs = [side.micro(reader.read(batch.micro(i, rows)), step, i) for i in range(self.micros)]
+        self._outs = []
+        for i in range(self.micros): self._outs.append(side.micro(reader.read(batch.micro(i, rows)), step, i))
         self.guard.pending, reader.guard.pending = reader.guard.pending, []
 
     def update(self, step) -> dict:
@@ -385,7 +387,7 @@ class Threads(_Pipeline):
         if not busy: self.free()
         return busy
 
-# %% ../nbs/14c_pipeline.ipynb #14c-pipeline-034
+# %% ../nbs/14c_pipeline.ipynb #14c-pipeline-031
 _STREAMS, _STREAMS_LOCK = {}, threading.Lock()
 
 @contextmanager
@@ -412,6 +414,14 @@ def own_modes(
         if stream: on = _own_stream(device)
     plain = nullcontext() if default.type == "cpu" else torch.device("cpu")  # costs a little each call, so only where it is needed
     with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False), plain, on: yield
+
+@contextmanager
+def float32_default():
+    "New parameters are float32 masters, whatever the caller's default dtype is."
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try: yield
+    finally: torch.set_default_dtype(before)
 
 def warm_target(reader: TargetSide, batch) -> Inputs:
     "One pass that leaves nothing but warm kernels (and, where rows are kept, their features)."

@@ -89,7 +89,8 @@ class FeatureCache:
     ) -> tuple:
         "(rows with non-finite states [R], features [R,T,F], final states [R,T,D] where the loss reads them), bad numbers zeroed."
         if not self.keeps: return self._ask(batch.ids_RT, batch.pos_RT, batch.doc_RT)
-        found = [self._row(batch, r) for r in range(len(batch.ids_RT))]
+        found = []
+        for r in range(len(batch.ids_RT)): found.append(self._row(batch, r))  # a comprehension's closure would keep the batch in an error's frames
         return tuple(x[0] if len(x) == 1 else torch.cat(x) for x in zip(*found))
 
     def _ask(self, ids_RT, pos_RT, doc_RT):

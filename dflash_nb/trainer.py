@@ -26,7 +26,7 @@ from .evaluate import sim_tau
 from .events import EventLog, holds_run, latest, new_run_dir, read_events, software_versions, write_json
 from .gpus import gpu_memory, wait_for_gpus
 from .optim import nonfinite_gradients
-from .pipeline import Alone, Threads, differing, own_modes, place, replicate_drafter, replicate_target
+from .pipeline import Alone, Threads, differing, float32_default, own_modes, place, replicate_drafter, replicate_target
 from .sides import DrafterSide, FeatureCache, TargetSide
 from .target import Target, choose_mask_token, load_target, used_ids
 from .threads import Flag, Stopped, Watchdog, Worker, WorkerError, drop_frames
@@ -390,7 +390,7 @@ class _Session(_Run):
 
     def _close(self, outcome):
         "End the threads, write the record, tell the callbacks, end the attempt; an error in here never hides the first one."
-        self._signals.held, failing, errors = True, sys.exc_info()[1], []
+        self._signals.held, self.extra, failing, errors = True, {}, sys.exc_info()[1], []
         with ExitStack() as last:
             last.callback(self._end_log, outcome)
             for name in self.line.close(1. if isinstance(failing, KeyboardInterrupt) else 5.): self._stalled(f"thread {name} did not end; it is left behind", "")
@@ -595,7 +595,7 @@ class Trainer(_Session):
         check_parts(target, ds, cfg, drafter)
         path = Path(run_dir)
         if not _resume and (path.is_file() or holds_run(path)): new_run_dir(path)  # refuses at once
-        with own_modes(target.device): super().__init__(target, ds, cfg, path, devices, callbacks, max_skips, stall, drafter)
+        with own_modes(target.device), float32_default(): super().__init__(target, ds, cfg, path, devices, callbacks, max_skips, stall, drafter)
         self.resumed = _resume
 
     def fit(self,

@@ -1,4 +1,5 @@
 "Faults: failures in any thread at any moment, full disks, killed processes, interrupts, runs side by side; nothing lost, nothing left."
+import gc
 import itertools
 import json
 import os
@@ -8,19 +9,19 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
 from test_trainer import CFG, TARGET, At, final, make, one_thread, resume, same_end  # noqa: F401
 
-from dflash_nb import callbacks, checkpoint, events, pipeline, threads
+from dflash_nb import callbacks, checkpoint, events, pipeline, sides, threads
 from dflash_nb import trainer as module
-from dflash_nb.callbacks import EVENTS, Callback
+from dflash_nb.callbacks import EVENTS, Callback, ProgressCB, TrainError
 from dflash_nb.checkpoint import load_state, scan_states
 from dflash_nb.config import ConfigError, DflashError
 from dflash_nb.events import latest, read_events
-from dflash_nb.trainer import ProgressCB, TrainError
 
 ROOT, STEPS, LIMIT = Path(__file__).resolve().parents[1], 8, 10.
 RUN = CFG | dict(steps=STEPS)
@@ -30,6 +31,13 @@ SHAPES = [(1, 1), (3, 2), (3, 1), (1, 2)]
 def devices(shape):
     "Target threads and drafters on the CPU; None: one thread for both."
     return "auto" if shape is None else dict(target=["cpu"] * shape[0], drafter=["cpu"] * shape[1])
+
+
+def spread(first, *others):
+    "All combinations: each of `first` with one combination of the others is quick, by turns; the rest is slow."
+    rest = list(itertools.product(*others))
+    return [pytest.param(x, *r, marks=() if j == i % len(rest) else pytest.mark.slow, id="-".join(map(str, (x, *r))).replace(" ", ""))
+            for i, x in enumerate(first) for j, r in enumerate(rest)]
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +129,7 @@ def step_of(batch):
 
 def plant_target(t, fault, moment):
     "In whichever target thread reads that step; returns the step in which it fails (1-based), None where several may be."
-    step = dict(first=0, mid=4, checkpoint=3, eval=4, callback=5).get(moment)
+    step = dict(first=0, mid=4, checkpoint=3, eval=4, callback=4).get(moment)
     if moment == "start":
         fault.wrap(t.line.readers[-1], "read", lambda batch: True)
         return 1
@@ -183,12 +191,12 @@ PLANT = dict(target=plant_target, drafter=plant_drafter, lead=plant_lead)
 MOMENTS = dict(target=("start", "first", "mid", "checkpoint", "eval", "callback"), drafter=("start", "first", "mid", "update"),
                lead=("start", "first", "mid", "checkpoint", "eval", *EVENTS))
 CASES = [(kind, moment) for kind, ms in MOMENTS.items() for moment in ms]
-EVERY = [(k, m, s, b) for k, m in CASES for s in SHAPES for b in (False, True)]
-QUICK = [(k, m, SHAPES[i % 2], bool((i // 2 + i) % 2)) for i, (k, m) in enumerate(CASES)]
 
 
-def fails_and_goes_on(kind, moment, shape, background, whole, path, monkeypatch):
+@pytest.mark.parametrize("case,shape,background", spread(["-".join(c) for c in CASES], SHAPES, [False, True]))
+def test_an_exception_in_a_thread(case, shape, background, whole, tmp_path, monkeypatch):
     "One planted exception: named, logged, nothing left, and the run goes on exactly."
+    (kind, moment), path = case.split("-"), tmp_path / "r"
     t = make(path, RUN, devices=devices(shape))
     fault = Fault(monkeypatch)
     step = PLANT[kind](t, fault, moment)
@@ -213,28 +221,16 @@ def fails_and_goes_on(kind, moment, shape, background, whole, path, monkeypatch)
     goes_on(path, whole, shape if background else None)
 
 
-@pytest.mark.parametrize("kind,moment,shape,background", QUICK, ids=lambda x: str(x).replace(" ", ""))
-def test_an_exception_in_a_thread(kind, moment, shape, background, whole, tmp_path, monkeypatch):
-    fails_and_goes_on(kind, moment, shape, background, whole, tmp_path / "r", monkeypatch)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind,moment,shape,background", EVERY, ids=lambda x: str(x).replace(" ", ""))
-def test_an_exception_in_every_thread(kind, moment, shape, background, whole, tmp_path, monkeypatch):
-    fails_and_goes_on(kind, moment, shape, background, whole, tmp_path / "r", monkeypatch)
-
-
-@pytest.mark.parametrize("background", [False, True])
-@pytest.mark.parametrize("name", ["dflash-lead", "dflash-target1", "dflash-drafter0", "dflash-watchdog", "dflash-progress"])
+@pytest.mark.parametrize("name,background", spread(["target1", "lead", "drafter0", "watchdog", "progress"], [False, True]))
 def test_a_thread_that_cannot_be_started(name, background, whole, tmp_path, monkeypatch):
     "The system refuses a thread: the run fails in words, or is none the worse, and can be begun again."
     real = threading.Thread.start
 
     def start(self):
-        if self.name.startswith(name):
+        if self.name.startswith(f"dflash-{name}"):
             raise RuntimeError("can't start new thread")
         return real(self)
-    if name == "dflash-lead" and not background:
+    if name == "lead" and not background:
         pytest.skip("a blocking fit has no lead")
     t = make(tmp_path / "r", RUN, [ProgressCB(show="lines")], devices=devices((2, 1)))
     monkeypatch.setattr(threading.Thread, "start", start)
@@ -312,7 +308,7 @@ def fill_log(t):
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
-@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("background", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_events_on_a_full_disk_stop_the_run(background, whole, tmp_path):
     t = make(tmp_path / "r", RUN, [At(4, fill_log)], devices=devices((1, 2)))
     with pytest.raises(DflashError, match="events of .* could not be written .*No space left.*from_run"):
@@ -322,8 +318,7 @@ def test_events_on_a_full_disk_stop_the_run(background, whole, tmp_path):
     goes_on(tmp_path / "r", whole, (1, 2))
 
 
-@pytest.mark.parametrize("background", [False, True])
-@pytest.mark.parametrize("name", ["save_file", "_json", "_sync", "write_text"])
+@pytest.mark.parametrize("name,background", spread(["save_file", "_json", "_sync", "write_text"], [False, True]))
 def test_a_checkpoint_on_a_full_disk(name, background, whole, tmp_path, monkeypatch):
     "Weights, moments, state.json, the flush, the pointer: the checkpoint before is intact."
     t = make(tmp_path / "r", RUN, [At(5, lambda t: monkeypatch.setattr(checkpoint, name, full))], devices=devices((1, 1)))
@@ -635,3 +630,323 @@ def test_wait_inside_the_run_is_refused(tmp_path):
 def test_wait_after_a_second_fit_gives_its_record(tmp_path):
     t = make(tmp_path / "r", RUN, [At(3, lambda t: t.stop())]).fit(block=False)
     assert t.wait(LIMIT).outcome == "stopped" and t.fit().outcome == "finished" and t.wait().outcome == "finished"
+
+
+# -- a real kernel ---------------------------------------------------------------------------------------------------------
+
+SETUP = """
+import sys, threading, torch; sys.path.insert(0, "tests"); torch.set_num_threads(1)
+from test_faults import LONG, devices, make, resume
+cfg = LONG | dict(steps=100_000, checkpoint_every=100_000, eval_every=100_000)
+dflash = lambda: [x.name for x in threading.enumerate() if x.name.startswith("dflash")]
+"""
+
+
+class Kernel:
+    "An ipykernel of its own; `run` gives what the cell printed, or the error's name."
+    def __init__(self):
+        from jupyter_client.manager import KernelManager
+        self.manager = KernelManager(kernel_name="python3")
+        self.manager.kernel_spec.argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+        env = os.environ | dict(PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE")
+        self.manager.start_kernel(cwd=str(ROOT), env=env, stderr=subprocess.DEVNULL)
+        self.client = self.manager.blocking_client()
+        self.client.start_channels()
+        self.client.wait_for_ready(60)
+        self.run(SETUP, 60)
+
+    def run(self, code, limit=20, meanwhile=None):
+        out, thread = [], threading.Thread(target=meanwhile or (lambda: None))
+        def hook(m):
+            out.append(m["content"].get("text", "") if m["msg_type"] == "stream" else m["content"].get("ename", ""))
+        thread.start()
+        try:
+            self.client.execute_interactive(code, output_hook=hook, timeout=limit, stop_on_error=False)
+        finally:
+            thread.join()
+        return "".join(out).split()
+
+    def interrupt(self, run_dir, times=1):
+        "Ctrl-C once the run has done three steps."
+        def send():
+            until(lambda: len(kinds(run_dir, "step")) >= 3, 20)
+            for _ in range(times):
+                self.manager.interrupt_kernel()
+                time.sleep(.02)
+        return send
+
+    def close(self):
+        self.client.stop_channels()
+        self.manager.shutdown_kernel(now=True)
+
+
+@pytest.fixture(scope="module")
+def kernels():
+    pytest.importorskip("ipykernel")
+    made = []
+    yield made
+    for k in made:
+        k.close()
+
+
+@pytest.fixture
+def kernel(kernels):
+    "The kernel that lives, or a new one."
+    if not kernels or not kernels[-1].manager.is_alive():
+        kernels.append(Kernel())
+    return kernels[-1]
+
+
+def saved_end(run_dir):
+    "The step at which a run ended by a stop, saved there."
+    end = kinds(run_dir, "run_end")[-1]
+    assert end["outcome"] == "stopped" and max(scan_states(run_dir / "checkpoints")[0]) == end["step"] >= 3
+    return end["step"]
+
+
+def test_interrupts_in_a_real_kernel(kernel, tmp_path):
+    "In a blocking cell, twice in one, inside wait(), and while the cell awaits the trainer."
+    show = "print(t.record.outcome, t.step, dflash())"
+    a, b, c, d = (tmp_path / n for n in "abcd")
+    said = kernel.run(f"t = make({str(a)!r}, cfg, devices=devices((1, 1))); r = t.fit(); {show}", meanwhile=kernel.interrupt(a))
+    assert said == ["stopped", str(saved_end(a)), "[]"]
+    said = kernel.run(f"t = make({str(b)!r}, cfg, devices=devices((1, 2)))\nt.fit()", meanwhile=kernel.interrupt(b, 2))
+    assert said in (["KeyboardInterrupt"], [])  # the second may find the cell at its end
+    assert kernel.run(show)[0] == "stopped"
+    code = f"t = make({str(c)!r}, cfg, devices=devices((1, 1))).fit(block=False); r = t.wait(); {show}"
+    said = kernel.run(code, meanwhile=kernel.interrupt(c))
+    assert said == ["stopped", str(saved_end(c)), "[]"]
+    said = kernel.run(f"t = make({str(d)!r}, cfg, devices=devices((1, 1)))\nt.fit(block=False)\nawait t", meanwhile=kernel.interrupt(d))
+    assert said in (["CancelledError"], ["KeyboardInterrupt"])
+    said = kernel.run(f"r = t.wait(10); {show}")
+    assert said[:2] == ["stopped", str(saved_end(d))]
+    assert kernel.run("import sys, gc; sys.last_value = None; print(dflash())") == ["[]"]
+
+
+@pytest.mark.parametrize("how", ["SIGTERM", pytest.param("shutdown", marks=pytest.mark.slow)])
+def test_a_kernel_that_ends_saves_its_background_run(how, kernel, tmp_path):
+    kernel.run(f"t = make({str(tmp_path / 'r')!r}, cfg, devices=devices((1, 1))).fit(block=False)")
+    until(lambda: len(kinds(tmp_path / "r", "step")) >= 3)
+    if how == "SIGTERM":
+        os.kill(kernel.manager.provisioner.pid, signal.SIGTERM)
+        until(lambda: kinds(tmp_path / "r", "run_end"))
+    else:
+        kernel.manager.shutdown_kernel()
+    step = saved_end(tmp_path / "r")
+    assert resume(tmp_path / "r").step == step
+
+
+# -- runs side by side -----------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("shape", [pytest.param((1, 1), marks=pytest.mark.slow), (3, 2), None])
+def test_a_run_beside_one_that_fails_is_untouched(shape, whole, tmp_path, monkeypatch):
+    "Both share the target; one fails in a thread, one starts, fails and goes on while the other trains."
+    bad, good = (make(tmp_path / n, RUN, devices=devices(shape)) for n in ("bad", "good"))
+    real = bad.line.lead.micro
+
+    def micro(inputs, step, micro):
+        if step == 3:
+            until(lambda: good.step >= 2)
+            raise Planted("planted")
+        return real(inputs, step, micro)
+    monkeypatch.setattr(bad.line.lead, "micro", micro)
+    good.fit(block=False), bad.fit(block=False)
+    with pytest.raises(TrainError, match="planted"):
+        bad.wait(60)
+    assert good.wait(60).outcome == "finished" and not left() and not kinds(tmp_path / "good", "exception")
+    assert same_end(whole, tmp_path / "good", STEPS) and good.history.loss.tolist()[:3] == bad.history.loss.tolist()
+    monkeypatch.undo()
+    goes_on(tmp_path / "bad", whole, shape)
+
+
+def test_the_number_of_cores_is_each_run_s_own(tmp_path):
+    "Runs beside each other and after each other leave the caller's thread count alone, and take the one they were made with."
+    seen, before = {}, torch.get_num_threads()
+    try:
+        for n in (2, 1):
+            torch.set_num_threads(n)
+            look = At(1, lambda t, n=n: seen.update({n: (torch.get_num_threads(), t.line.cores)}))
+            runs = [make(tmp_path / f"{n}{d}", RUN | dict(steps=3), [look], devices=d) for d in ("cpu", "auto")]
+            torch.set_num_threads(3 - n)
+            for t in runs:
+                t.fit(block=False)
+            assert all(t.wait(60).outcome == "finished" for t in runs) and torch.get_num_threads() == 3 - n
+        assert seen == {1: (1, 1), 2: (2, 2)}
+    finally:
+        torch.set_num_threads(before)
+
+
+# -- memory ----------------------------------------------------------------------------------------------------------------
+
+def tensors():
+    gc.collect()
+    return [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor)]
+
+
+def big_error(t):
+    held = torch.ones(1000), [p.grad for p in t.drafter.parameters()]
+    raise Planted(f"planted {len(held)}")
+
+
+def ends(how, t, monkeypatch):
+    "End a run in one of many ways; the error that a notebook would keep."
+    at, lead, block_loss = Fault(monkeypatch), t.line.lead, sides.block_loss
+    if how == "target":
+        at.wrap(t.line.readers[-1], "read", lambda batch: batch.index >= 3)
+    if how == "drafter":
+        monkeypatch.setattr(sides, "block_loss", lambda *a, **k: big_error(t) if t.step >= 3 else block_loss(*a, **k))
+    if how == "update":
+        at.wrap(lead, "update", lambda out, step: step == 3)
+    if how in ("before_update", "after_step", "after_eval"):
+        t.callbacks.append(At(4 if how == "after_eval" else 3, big_error, how))
+    if how == "interrupt":
+        t.callbacks.append(At(3, lambda t: [signal.raise_signal(signal.SIGINT) for _ in "12"], "before_update"))
+    if how == "stop":
+        t.callbacks.append(At(3, lambda t: t.stop()))
+
+
+HOWS = ["finish", "interrupt", "stop", "drafter", "before_update", "update", "target", "after_eval"]
+
+
+@pytest.mark.parametrize("how,shape,background", spread(HOWS, [None, (1, 2), (1, 1)], [False, True]))
+def test_an_ended_run_keeps_weights_and_moments_alone(how, shape, background, whole, tmp_path, monkeypatch):
+    "No features, gradients or ring buffers, not even in the frames of an error that somebody keeps."
+    background = background and how != "interrupt"  # signals reach the main thread alone
+    t = make(tmp_path / "r", RUN | dict(noise=dict(strength=.05, where="embed")), devices=devices(shape))
+    before = tensors()
+    known, kept = {id(x) for x in before}, None
+    ends(how, t, monkeypatch)
+    try:
+        run(t, background)
+    except (TrainError, KeyboardInterrupt) as e:
+        kept = sys.last_value = e
+    monkeypatch.undo()
+    assert (kept is None) == (how in ("finish", "stop")) and not left()
+    moments = {id(x) for state in t.optimizer.state.values() for x in state.values()}
+    extra = [x for x in tensors() if id(x) not in known | moments]
+    assert not [(tuple(x.shape), [type(r) for r in gc.get_referrers(x)]) for x in extra]
+    assert all(p.grad is None for s in t.line.sides for p in s.drafter.parameters()) and not t.line.readers[0].features.rows
+    sys.last_value = None
+
+
+def test_a_trainer_that_nobody_holds_is_gone(tmp_path):
+    t = make(tmp_path / "r", RUN | dict(steps=3), devices=devices((1, 2))).fit(block=False)
+    t.wait()
+    gone = weakref.ref(t), weakref.ref(t.drafter)
+    del t
+    gc.collect()
+    assert not any(ref() for ref in gone) and not left()
+
+
+# -- the caller's modes ----------------------------------------------------------------------------------------------------
+
+class default_dtype:
+    def __init__(self, dtype):
+        self.dtype = dtype
+
+    def __enter__(self):
+        self.before = torch.get_default_dtype()
+        torch.set_default_dtype(self.dtype)
+
+    def __exit__(self, *e):
+        torch.set_default_dtype(self.before)
+
+
+MODES = dict(no_grad=torch.no_grad, inference=torch.inference_mode, autocast=lambda: torch.autocast("cpu", torch.bfloat16),
+             meta=lambda: torch.device("meta"), float64=lambda: default_dtype(torch.float64), float16=lambda: default_dtype(torch.float16))
+
+
+@pytest.mark.parametrize("mode,shape,background", spread(MODES, [None, (1, 2)], [False, True]))
+def test_the_caller_s_modes_change_no_bit(mode, shape, background, whole, tmp_path):
+    "Built, fitted, stopped, resumed and finished inside a mode."
+    with MODES[mode]():
+        t = make(tmp_path / "r", RUN, [At(5, lambda t: t.stop())], devices=devices(shape))
+        assert run(t, background).outcome == "stopped"
+        assert run(resume(tmp_path / "r", devices=devices(shape)), background).outcome == "finished"
+    assert same_end(whole, tmp_path / "r", STEPS)
+    assert torch.is_grad_enabled() and not torch.is_inference_mode_enabled() and not torch.is_autocast_enabled("cpu")
+
+
+def test_built_in_one_thread_and_fitted_in_another(whole, tmp_path):
+    def in_thread(fn):
+        out = []
+        thread = threading.Thread(target=lambda: out.append(fn()))
+        thread.start()
+        thread.join(60)
+        return out[0]
+    built = in_thread(lambda: make(tmp_path / "a", RUN, devices=devices((1, 2))))
+    assert built.fit().outcome == "finished" and same_end(whole, tmp_path / "a", STEPS)
+    t = make(tmp_path / "b", RUN, devices=devices((1, 1)))
+    assert in_thread(lambda: t.fit(block=False)) is t and t.wait().outcome == "finished" and same_end(whole, tmp_path / "b", STEPS)
+    t = make(tmp_path / "c", RUN, [At(4, lambda t: t.stop())])
+    assert in_thread(t.fit).outcome == "stopped" and t.fit().outcome == "finished" and same_end(whole, tmp_path / "c", STEPS)
+    assert not left()
+
+
+# -- the watchdog ----------------------------------------------------------------------------------------------------------
+
+def stalls(run_dir):
+    return [e for e in kinds(run_dir, "warning") if "no progress" in e["text"]]
+
+
+def test_a_deadlock_of_all_threads_is_reported_and_can_be_left(tmp_path, monkeypatch):
+    "No slot is given back: drafter, target and lead wait for each other; two Ctrl-C leave."
+    monkeypatch.setattr(threads.Exchange, "release", lambda self, drafter: None)
+    t = make(tmp_path / "r", RUN, devices=devices((1, 1)), stall=.3)
+    sender = threading.Thread(target=lambda: (until(lambda: stalls(tmp_path / "r")), ctrl_c(2)))
+    sender.start()
+    with pytest.raises(KeyboardInterrupt):
+        t.fit()
+    sender.join()
+    said, = stalls(tmp_path / "r")
+    assert "all threads wait for each other" in said["text"]
+    assert all(name in said["text"] and name in said["stacks"] for name in ("MainThread", "dflash-target0:cpu", "dflash-drafter0:cpu"))
+    assert not left() and t.record.outcome == "stopped"
+
+
+@pytest.mark.parametrize("background", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_a_paused_run_is_no_stall(background, tmp_path):
+    pause = At(3, lambda t: (t.pause(), threading.Timer(1., t.unpause).start()))
+    t = make(tmp_path / "r", RUN, [pause], devices=devices((1, 2)), stall=.25)
+    assert run(t, background).outcome == "finished" and not stalls(tmp_path / "r")
+
+
+def test_a_long_validation_is_no_stall_and_a_stuck_one_is_named(tmp_path, monkeypatch):
+    def tau(drafter, target, batches):
+        for i, _ in enumerate(batches):
+            time.sleep(.12)
+            if t.step == 8 and i == 1:
+                time.sleep(.8)
+        return 1.
+    monkeypatch.setattr(module, "sim_tau", tau)
+    t = make(tmp_path / "r", RUN | dict(val_share=.4, val_anchors=200), devices=devices((1, 1)), stall=.3)
+    assert len(t.val) * .12 > .5
+    t.fit()
+    said, = stalls(tmp_path / "r")
+    assert f"MainThread in eval, batch 2 of {len(t.val)}" in said["text"]
+
+
+@pytest.mark.parametrize("thing,name,what", [("module", "save_state", "MainThread in checkpoint"),
+                                             ("lead", "warm_up", "dflash-drafter0:cpu in warm drafter"),
+                                             ("lead", "update", "dflash-drafter0:cpu in update and read")])
+def test_a_stall_is_named_by_what_is_going_on(thing, name, what, tmp_path, monkeypatch):
+    t = make(tmp_path / "r", RUN | dict(steps=3, checkpoint_every=3), devices=devices((1, 1)), stall=.25)
+    thing = module if thing == "module" else t.line.lead
+    real, first = getattr(thing, name), []
+
+    def slow(*a, **k):
+        if not first:
+            first.append(time.sleep(.8))
+        return real(*a, **k)
+    monkeypatch.setattr(thing, name, slow)
+    t.fit()
+    said, = stalls(tmp_path / "r")
+    assert what in said["text"] and "time.sleep(.8)" in said["stacks"]
+
+
+def test_a_stop_asked_for_during_start_up_skips_the_rest_of_it(tmp_path, monkeypatch):
+    t = make(tmp_path / "r", RUN, devices=devices((2, 2)))
+    monkeypatch.setattr(t.line.sides[0], "warm_up", lambda inputs: t.stop("enough"))
+    monkeypatch.setattr(t.line.sides[1], "warm_up", lambda inputs: pytest.fail("warmed all the same"))
+    record = t.fit()
+    assert (record.outcome, record.step, record.reason) == ("stopped", 0, "enough") and not left()
