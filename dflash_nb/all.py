@@ -36,7 +36,9 @@ from .results import *
 from .store import *
 from .bench import *
 from .scale import *
+from .peer import *
 from .ablate import *
+from .studies import *
 from .export import *
 from .preflight import *
 
