@@ -502,6 +502,7 @@ def drafter_config(
 )->DrafterConfig: # a drafter that fits
     "The drafter's shape for a target; raises `ConfigError` for layers, mask token or rope that cannot work."
     c, get = target.config, lambda *names: next((v for n in names if (v := getattr(target.config, n, None)) is not None), None)
+    if cfg.init == "drafter": raise ConfigError("init='drafter' needs weights to go on from: Trainer(..., drafter=load_drafter(path)), or dflash_train --drafter PATH; a sweep starts from random or target")
     heads = get("num_attention_heads")
     kv, dim = get("num_key_value_heads") or heads, get("head_dim") or target.hidden_size // heads
     if dim % 2: raise ConfigError(f"head_dim={dim} of the target is odd: rotary positions need an even one; give another target")

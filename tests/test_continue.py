@@ -205,6 +205,8 @@ def test_another_target_and_a_missing_drafter_are_refused(target, ds, tmp_path):
         trainer(tiny_target("qwen2"), ds, tmp_path / "r", drafter_of(target))
     with pytest.raises(ConfigError, match=r"drafter=load_drafter\(path\).*--drafter"):
         trainer(target, ds, tmp_path / "r", None, CFG | dict(init="drafter"))
+    with pytest.raises(ConfigError, match="init='drafter'"):  # whoever makes new weights refuses it: a sweep, a benchmark
+        target.drafter_config(CFG | dict(init="drafter"))
 
 
 def test_a_teacher_is_read_through_the_targets_head(target, ds):
