@@ -33,10 +33,11 @@ def devices(shape):
     return "auto" if shape is None else dict(target=["cpu"] * shape[0], drafter=["cpu"] * shape[1])
 
 
-def spread(first, *others):
-    "All combinations: each of `first` with one combination of the others is quick, by turns; the rest is slow."
+def spread(first, *others, slow=()):
+    "All combinations: each of `first` but the `slow` ones with one combination of the others is quick, by turns; the rest is slow."
     rest = list(itertools.product(*others))
-    return [pytest.param(x, *r, marks=() if j == i % len(rest) else pytest.mark.slow, id="-".join(map(str, (x, *r))).replace(" ", ""))
+    quick = lambda i, j, x: j == i % len(rest) and x not in slow  # noqa: E731
+    return [pytest.param(x, *r, marks=() if quick(i, j, x) else pytest.mark.slow, id="-".join(map(str, (x, *r))).replace(" ", ""))
             for i, x in enumerate(first) for j, r in enumerate(rest)]
 
 
@@ -144,7 +145,7 @@ def plant_target(t, fault, moment):
     warm = itertools.count()
 
     def when(batch):
-        if batch.index < step or (step == 0 and next(warm) < len(t.line.readers)):
+        if batch.index != step or (step == 0 and next(warm) < len(t.line.readers)):
             return False
         return fault.armed.wait(LIMIT)
     for r in t.line.readers:
@@ -193,7 +194,10 @@ MOMENTS = dict(target=("start", "first", "mid", "checkpoint", "eval", "callback"
 CASES = [(kind, moment) for kind, ms in MOMENTS.items() for moment in ms]
 
 
-@pytest.mark.parametrize("case,shape,background", spread(["-".join(c) for c in CASES], SHAPES, [False, True]))
+TESTED = ["lead-before_start", "lead-before_fit", "lead-after_eval", "lead-after_fit"]  # quick in test_trainer, with one thread
+
+
+@pytest.mark.parametrize("case,shape,background", spread(["-".join(c) for c in CASES], SHAPES, [False, True], slow=TESTED))
 def test_an_exception_in_a_thread(case, shape, background, whole, tmp_path, monkeypatch):
     "One planted exception: named, logged, nothing left, and the run goes on exactly."
     (kind, moment), path = case.split("-"), tmp_path / "r"
@@ -329,7 +333,8 @@ def test_a_checkpoint_on_a_full_disk(name, background, whole, tmp_path, monkeypa
     goes_on(tmp_path / "r", whole, (3, 2))
 
 
-@pytest.mark.parametrize("where", ["data.safetensors", "config.json", "run.json", "environment.json", "events.jsonl", "heartbeat"])
+@pytest.mark.parametrize("where", spread(["run.json", "events.jsonl", "environment.json", "data.safetensors", "config.json", "heartbeat"],
+                                         slow=["data.safetensors", "config.json", "heartbeat"]))
 def test_a_run_that_finds_no_room_to_begin(where, whole, tmp_path, monkeypatch):
     "Refused in words, nothing left open; with room again the same trainer begins."
     json_, open_, mine = events.write_json, events._open, {}
@@ -353,7 +358,7 @@ def test_a_run_that_finds_no_room_to_begin(where, whole, tmp_path, monkeypatch):
 
 # -- killed processes ------------------------------------------------------------------------------------------------------
 
-LONG, LONG_STEPS = RUN | dict(steps=40, checkpoint_every=2, eval_every=10), 40
+LONG, LONG_STEPS = RUN | dict(steps=30, checkpoint_every=2, eval_every=10), 30
 
 # Imports once, then a fork for each job: a JSON line {"run", "shape", "how"} in, "pid N" out; the child trains and ends as a script does.
 SERVER = """
@@ -382,6 +387,8 @@ for line in sys.stdin:
     if how == "sleep":
         while t.record is None:
             time.sleep(.01)
+    if how != "exit":
+        os._exit(0)  # what follows a run that has ended is slow and not ours
     sys.exit()
 """
 
@@ -463,7 +470,7 @@ def kill_and_go_on(server, long, path, shots, seed):
         shape, before = rng.choice([*SHAPES, None]), checked(path_now, 0, "SIGKILL") if path_now.exists() else 0
         began = len(starts(path_now))
         pid = server.start(run=str(path_now), shape=shape, how=how)
-        time.sleep(rng.uniform(0, .8))
+        time.sleep(rng.uniform(0, .6))
         shoot(pid, what, rng)
         code = server.end()
         hit += code != 0
@@ -501,7 +508,7 @@ def test_kills_at_random_moments(server, long, tmp_path, seed):
     kill_and_go_on(server, long, tmp_path, shots, seed)
 
 
-@pytest.mark.parametrize("how,what", [("sleep", "SIGTERM"), ("wait", "SIGTERM"), ("exit", None)])
+@pytest.mark.parametrize("how,what", [("sleep", "SIGTERM"), pytest.param("wait", "SIGTERM", marks=pytest.mark.slow), ("exit", None)])
 def test_a_background_run_saves_before_its_process_ends(how, what, server, long, tmp_path):
     "SIGTERM while the script does something else, while it waits; a script that comes to its end."
     run_dir = tmp_path / "r"
@@ -520,10 +527,12 @@ def test_a_background_run_saves_before_its_process_ends(how, what, server, long,
 
 # -- interrupts ------------------------------------------------------------------------------------------------------------
 
-def ctrl_c(times=1, after=0., gap=.05):
-    "A real Ctrl-C to this process, from another thread."
+def ctrl_c(times=1, after=0., gap=.05, handled=True):
+    "A real Ctrl-C to this process, from another thread; `handled`: once a run listens for it."
     def send():
         time.sleep(after)
+        if handled:
+            until(lambda: isinstance(signal.getsignal(signal.SIGINT), module.Signals))
         for _ in range(times):
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(gap)
@@ -572,7 +581,7 @@ def test_threads_that_outlive_a_second_interrupt_keep_the_next_fit_out(whole, tm
             go.wait(30)
         return real(inputs, step, micro)
     monkeypatch.setattr(t.line.sides[1], "micro", micro)
-    sender = threading.Thread(target=lambda: (inside.wait(LIMIT), ctrl_c(2)))
+    sender = threading.Thread(target=lambda: (inside.wait(LIMIT), ctrl_c(2).join()))
     sender.start()
     start = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
@@ -591,12 +600,12 @@ def test_threads_that_outlive_a_second_interrupt_keep_the_next_fit_out(whole, tm
     assert same_end(whole, tmp_path / "r", STEPS) and t.history.step.tolist() == list(range(1, STEPS + 1))
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", spread(range(6), slow=range(1, 6)))
 def test_a_storm_of_interrupts_closes_everything(seed, whole, tmp_path):
     "Six Ctrl-C within moments, whatever they break into: no thread, no open log, and the directory goes on exactly."
     rng = random.Random(seed)
     shoot = At(3, lambda t: senders.append(ctrl_c(6, rng.uniform(0, .05), rng.uniform(0, .02))))
-    t = make(tmp_path / "r", RUN, [shoot], devices=devices(SHAPES[seed]))
+    t = make(tmp_path / "r", RUN, [shoot], devices=devices(SHAPES[seed % 4]))
     senders, old = [], signal.signal(signal.SIGINT, lambda *a: None)
     try:
         with pytest.raises(KeyboardInterrupt):
@@ -612,10 +621,11 @@ def test_a_storm_of_interrupts_closes_everything(seed, whole, tmp_path):
 def test_ctrl_c_while_a_background_run_starts(whole, tmp_path, monkeypatch):
     t = make(tmp_path / "r", RUN, devices=devices((1, 1)))
     real = t.line.sides[0].warm_up
-    monkeypatch.setattr(t.line.sides[0], "warm_up", lambda inputs: (sent.append(ctrl_c()), time.sleep(.2), real(inputs)))
+    monkeypatch.setattr(t.line.sides[0], "warm_up", lambda inputs: (sent.append(ctrl_c(handled=False)), time.sleep(.2), real(inputs)))
     sent = []
     with pytest.raises(KeyboardInterrupt):
         t.fit(block=False)
+    sent[0].join()
     assert t.wait(LIMIT).outcome == "stopped" and t.record.step == 0 and not left()
     monkeypatch.undo()
     assert t.fit().outcome == "finished" and same_end(whole, tmp_path / "r", STEPS)
@@ -808,7 +818,7 @@ def ends(how, t, monkeypatch):
 HOWS = ["finish", "interrupt", "stop", "drafter", "before_update", "update", "target", "after_eval"]
 
 
-@pytest.mark.parametrize("how,shape,background", spread(HOWS, [None, (1, 2), (1, 1)], [False, True]))
+@pytest.mark.parametrize("how,shape,background", spread(HOWS, [None, (1, 2), (1, 1)], [False, True], slow=["stop", "update"]))
 def test_an_ended_run_keeps_weights_and_moments_alone(how, shape, background, whole, tmp_path, monkeypatch):
     "No features, gradients or ring buffers, not even in the frames of an error that somebody keeps."
     background = background and how != "interrupt"  # signals reach the main thread alone
@@ -856,7 +866,7 @@ MODES = dict(no_grad=torch.no_grad, inference=torch.inference_mode, autocast=lam
              meta=lambda: torch.device("meta"), float64=lambda: default_dtype(torch.float64), float16=lambda: default_dtype(torch.float16))
 
 
-@pytest.mark.parametrize("mode,shape,background", spread(MODES, [None, (1, 2)], [False, True]))
+@pytest.mark.parametrize("mode,shape,background", spread(MODES, [None, (1, 2)], [False, True], slow=["no_grad", "float16"]))
 def test_the_caller_s_modes_change_no_bit(mode, shape, background, whole, tmp_path):
     "Built, fitted, stopped, resumed and finished inside a mode."
     with MODES[mode]():
@@ -893,7 +903,7 @@ def test_a_deadlock_of_all_threads_is_reported_and_can_be_left(tmp_path, monkeyp
     "No slot is given back: drafter, target and lead wait for each other; two Ctrl-C leave."
     monkeypatch.setattr(threads.Exchange, "release", lambda self, drafter: None)
     t = make(tmp_path / "r", RUN, devices=devices((1, 1)), stall=.3)
-    sender = threading.Thread(target=lambda: (until(lambda: stalls(tmp_path / "r")), ctrl_c(2)))
+    sender = threading.Thread(target=lambda: (until(lambda: stalls(tmp_path / "r")), ctrl_c(2).join()))
     sender.start()
     with pytest.raises(KeyboardInterrupt):
         t.fit()
