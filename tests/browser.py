@@ -115,7 +115,7 @@ class Notebook:
     def open(self):
         "Open (or reload) the page and wait for the notebook and its kernel."
         self.page.goto(f"{self.address}/lab/workspaces/auto-{self.name.split('.')[0]}/tree/{self.name}")
-        self.page.wait_for_selector(".jp-Notebook .jp-Cell", timeout=60_000)
+        self.page.wait_for_selector(".jp-Notebook .jp-Cell", timeout=120_000)
         self.ready()
 
     def ready(self, seconds: float = 90):
