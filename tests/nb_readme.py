@@ -19,7 +19,7 @@ def render(nb) -> str:
     parts = ["<!-- made from nbs/index.ipynb by `make readme`: edit there -->"]
     for cell in nb.cells:
         if cell.cell_type == "markdown":
-            parts.append(cell.source)
+            parts.append(cell.source.replace("](images/", "](nbs/images/"))
         elif cell.source and not re.match(r"#\s*\|\s*(hide|default_exp|export)", cell.source):
             source = "\n".join(line for line in cell.source.splitlines() if not line.startswith("#|"))
             parts.append(f"```python\n{source}\n```")
