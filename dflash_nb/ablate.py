@@ -260,7 +260,8 @@ def train_group(
     cfg = todo[0].cfg
     train, val = sweep.ds.split(cfg.val_share, cfg.seed)
     packed = pack(train, cfg.row_len)
-    val = validation_blocks(val, cfg.row_len, cfg.val_anchors, cfg.seed) if len(val) and cfg.val_anchors else []
+    row_len = max(sweep.plan.arms[0].cfg.row_len, *(r.cfg.block_size for r in todo))  # the base's: every arm has the same validation anchors
+    val = validation_blocks(val, row_len, cfg.val_anchors, cfg.seed) if len(val) and cfg.val_anchors else []
     reader = SharedReader(target, [r.cfg for r in todo], lambda layers: sweep.options["features"](target, [r.cfg for r in todo], layers, packed))
     looks = Looks(sweep, reader, val)
     for step, waiting in common_step(todo):
@@ -299,7 +300,8 @@ class Looks:
 
     def after_step(self, run, step):
         "sim_tau and walk_tau where they are due, the row to the file, the result after the last step."
-        if step % run.cfg.eval_every == 0 or step == run.steps: run.row |= self.scores(run)
+        every = run.cfg.eval_every if run.cfg.eval_every != "auto" else max(1, run.steps // 10)
+        if step % every == 0 or step == run.steps: run.row |= self.scores(run)
         append_row(run.path/"rows.jsonl", run.row)
         if step == run.steps: self.finish(run)
 

@@ -63,7 +63,17 @@ def test_an_arm_alone_gives_bit_equal_losses(pair, everything, arm, tmp_path):
     rows = everything.table[everything.table.arm == arm]
     for metric in ("loss", "accuracy", "train_tau"):
         assert rows[rows.metric == metric].value.tolist() == t.history[metric].tolist(), metric
-    assert rows[rows.metric == "sim_tau"].value.tolist() == t.history.sim_tau.dropna().tolist()
+    if arm != "rows":  # validated on the base's rows
+        assert rows[rows.metric == "sim_tau"].value.tolist() == t.history.sim_tau.dropna().tolist()
+
+
+def test_validation_anchors_are_the_base_s_for_every_arm(pair, tmp_path, monkeypatch):
+    inner, seen = module.validation_blocks, []
+    monkeypatch.setattr(module, "validation_blocks", lambda *a: (seen.append(inner(*a)), seen[-1])[1])
+    grid = {"rows": dict(row_len=96, token_budget=96), "long": dict(block_size=60)}
+    ab = ablate(*pair, CFG | dict(steps=1, eval_every=1), grid, seeds=1, sweep_dir=tmp_path / "s", **SHORT)
+    assert not ab.failed and len(seen) == 2
+    assert all(torch.equal(a.anchors_RN, b.anchors_RN) and torch.equal(a.ids_RT, b.ids_RT) for a, b in zip(*seen, strict=True))
 
 
 def test_kept_features_and_shared_ones_change_no_bit(pair, tmp_path):
@@ -90,7 +100,7 @@ def test_memory_decides_the_rounds(pair, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "free_bytes", lambda device: 2 * one * 2.5)
     ab = ablate(*pair, CFG | dict(steps=2, val_share=0.0, eval_every="auto"), {"gamma": [1, 3, None, 0.5]}, seeds=1,
                 sweep_dir=tmp_path / "s", **SHORT)
-    assert sizes == [2, 2, 1] and ab.outcome == "finished"
+    assert sizes == [2, 2, 1] and ab.outcome == "finished" and not ab.failed
 
 
 def test_a_failed_arm_is_recorded_and_the_rest_go_on(pair, tmp_path, monkeypatch):
