@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['KINDS', 'KEPT', 'fill_rows', 'some_rows', 'hook_grouped_batches', 'grouped_batch', 'hook_noise_strength', 'read_once',
            'micro_with_noise', 'hook_noise_in_target', 'noisy_read', 'noise_in_place', 'hook_anchor_visible',
-           'see_anchor', 'study_data', 'study_config', 'smoke', 'sized', 'Setup', 'run_setups', 'late_mean', 'thinned',
-           'hardware', 'records_folder', 'store_study', 'load_study', 'study_text', 'plot_study', 'harm_text',
-           'bug_index']
+           'see_anchor', 'bug_data', 'bug_config', 'smoke', 'sized', 'study_folder', 'Setup', 'run_setups', 'trained',
+           'late_mean', 'thinned', 'hardware', 'records_folder', 'store_study', 'load_study', 'store_events',
+           'recorded_run', 'study_text', 'plot_study', 'harm_text', 'bug_index']
 
 # %% ../nbs/19b_bugs.ipynb #19b-bugs-001
 import functools
@@ -17,7 +17,6 @@ import os
 import platform
 import shutil
 import tempfile
-import time
 from dataclasses import dataclass, field, replace
 from datetime import date
 from pathlib import Path
@@ -33,7 +32,6 @@ from .events import software_versions, write_json
 from .noise import add_noise, step_generator, strength_at
 from .results import Ablation, draw_curves, draw_differences, verdicts
 from .sides import make_inputs
-from .stats import compare_arms
 from .target import asset
 from .trainer import Trainer
 
@@ -169,7 +167,7 @@ def see_anchor(
 # %% ../nbs/19b_bugs.ipynb #19b-bugs-016
 KINDS = ("dates", "facts", "reading") # few kinds are learned in few steps
 
-def study_data(
+def bug_data(
     target, # `Target`
     kinds=KINDS, # of chats; None: all
 )->tuple: # (training data, held-out data), `Dataset`s
@@ -177,10 +175,10 @@ def study_data(
     pick = lambda name: encode_chats([r for r in load_chats(asset(name)) if kinds is None or r["kind"] in kinds], target)
     return pick("prompts.jsonl"), pick("heldout.jsonl")
 
-def study_config(**changes)->TrainConfig:
-    "A drafter of one layer, blocks of 8, 32 anchors a step, 200 steps; scored at the end alone."
+def bug_config(**changes)->TrainConfig:
+    "A drafter of one layer, blocks of 8, 32 anchors a step, 120 steps; scored at the end alone."
     base = dict(block_size=8, row_len=256, token_budget=256, num_anchors=32, num_draft_layers=1, init="target", lr=3e-3,
-                attention="eager", runner="eager", steps=200, eval_every=1_000_000, checkpoint_every=1_000_000)
+                attention="eager", runner="eager", steps=120, eval_every=1_000_000, checkpoint_every=1_000_000)
     return TrainConfig(**(base | changes))
 
 def smoke()->bool:
@@ -193,6 +191,12 @@ def sized(
 )->dict: # seeds, steps
     "The size of a study, or of its rehearsal."
     return dict(seeds=2, steps=4) if smoke() else dict(seeds=seeds, steps=steps)
+
+def study_folder(
+    name:str, # of the notebook
+)->str: # runs/bugs/NAME of the checkout, so that a study goes on where it was stopped
+    "Where a study keeps its runs; a rehearsal gets a folder that is thrown away."
+    return tempfile.mkdtemp() if smoke() else str(asset("results").parents[1]/"runs/bugs"/name)
 
 # %% ../nbs/19b_bugs.ipynb #19b-bugs-017
 @dataclass
@@ -211,24 +215,34 @@ def run_setups(
     setups:dict, # name -> `Setup`, the base first
     seeds=3, # how many, or which
     steps:int=None, # optimizer steps of each run; None: of `base`
-    docs:int=40, # held-out documents walked
+    docs:int=24, # held-out documents walked
     every:int=10, # steps between two stored points
-    keep_dir=None, # folder for the run directories; None: deleted
+    keep_dir=None, # folder for the run directories, of which those that have ended are not trained again; None: deleted
 )->Ablation:
     "Train each set-up with each seed; `walk_tau` is that of the trained drafter on the unhooked target."
     import pandas as pd
     base = base | (dict(steps=steps) if steps else {})
-    rows, root, begun = [], Path(keep_dir or tempfile.mkdtemp()), time.perf_counter()
+    rows, root, seconds = [], Path(keep_dir or tempfile.mkdtemp()), 0.
     for seed in range(seeds) if isinstance(seeds, int) else seeds:
         for name, setup in setups.items():
-            t = Trainer(target, ds, base | setup.delta | dict(seed=seed), root/f"{name}-{seed}".replace(" ", "_"), callbacks=[ProgressCB(show="off"), GradCosCB()])
-            if setup.hook: setup.hook(t)
-            t.fit()
+            t = trained(target, ds, base | setup.delta | dict(seed=seed), setup.hook, root/f"{name}-{seed}".replace(" ", "_"))
+            seconds += sum(r["seconds"] for r in t.rows)
             ends = dict(walk_tau=walk_tau(t.drafter, target, held, docs).tau, grad_cos_mean=late_mean(t.rows, "grad_cos"), accuracy_mean=late_mean(t.rows, "accuracy"),
                         train_tau_mean=late_mean(t.rows, "train_tau"), loss_mean=late_mean(t.rows, "loss"))
             rows += thinned(name, seed, t.rows, every) + [dict(arm=name, seed=seed, step=t.step, metric=m, value=v) for m, v in ends.items() if v == v]
     if keep_dir is None: shutil.rmtree(root, ignore_errors=True)
-    return Ablation(pd.DataFrame(rows), None, list(setups), cost=dict(wall=time.perf_counter() - begun))
+    return Ablation(pd.DataFrame(rows), None, list(setups), cost=dict(wall=seconds))
+
+def trained(target, ds, cfg, hook, path)->Trainer:
+    "A trainer at its last step: trained now, or read from its run directory."
+    if (path/"run.json").exists():
+        t = Trainer.from_run(path, target=target, ds=ds, callbacks=[ProgressCB(show="off")])
+        if t.step == t.cfg.steps == cfg.steps: return t
+        shutil.rmtree(path)
+    t = Trainer(target, ds, cfg, path, callbacks=[ProgressCB(show="off"), GradCosCB()])
+    if hook: hook(t)
+    t.fit()
+    return t
 
 def late_mean(
     rows, # one dict a step
@@ -261,16 +275,17 @@ def store_study(
     ab:Ablation,
     **facts, # title, harm (None: of metric and arm), metric, arm, guard, spot, ...
 )->Path: # the .json; None for a rehearsal
-    "Write NAME.csv (arm, seed, step, metric, value) and NAME.json."
+    "Write NAME.csv (arm, seed, step, metric, value), NAME.prompts.csv where prompts were decoded, and NAME.json."
     if smoke(): return None
     folder = records_folder()
     folder.mkdir(parents=True, exist_ok=True)
     table = ab.table[["arm", "seed", "step", "metric", "value"]]
     ends = table.metric.isin(("walk_tau", "sim_tau", "tau")) | table.metric.str.endswith("_mean")
     table[ends | table.metric.isin(KEPT) & (table.step % 10 == 0)].to_csv(folder/f"{name}.csv", index=False, float_format="%.5g")
+    if ab.prompts is not None and len(ab.prompts): ab.prompts.to_csv(folder/f"{name}.prompts.csv", index=False)
     made = dict(date=str(date.today()), hardware=hardware(), versions=software_versions(), command=f"the slow cell of nbs/bugs/{name}.ipynb",
                 seeds=sorted(int(s) for s in ab.table.seed.unique()), arms=list(ab.arms), seconds=round(ab.cost.get("wall", 0.)))
-    write_json(folder/f"{name}.json", facts | made)
+    write_json(folder/f"{name}.json", made | facts)
     return folder/f"{name}.json"
 
 def load_study(
@@ -281,7 +296,29 @@ def load_study(
     path = records_folder()/f"{name}.json"
     if not path.exists(): raise ConfigError(f"no record {str(path)!r}: run the slow cell of nbs/bugs/{name}.ipynb")
     facts = json.loads(path.read_text())
-    return Ablation(pd.read_csv(path.with_suffix(".csv")), None, facts["arms"]), facts
+    prompts = path.with_suffix(".prompts.csv")
+    return Ablation(pd.read_csv(path.with_suffix(".csv")), pd.read_csv(prompts) if prompts.exists() else None, facts["arms"]), facts
+
+# %% ../nbs/19b_bugs.ipynb #19b-bugs-030
+def store_events(
+    name:str, # of the notebook
+    run_dir, # a run that shows the bug
+)->Path: # the .events.jsonl; None for a rehearsal
+    "Keep a run's events, heartbeats apart, so that `diagnose` can be shown on a real run."
+    if smoke(): return None
+    path = records_folder()/f"{name}.events.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(x for x in open(Path(run_dir)/"events.jsonl") if not x.startswith(('{"kind":"heartbeat"', '{"kind":"gauge"'))))
+    return path
+
+def recorded_run(
+    name:str, # of the notebook
+)->Path: # a run directory with the events that `store_events` kept
+    "A run to look at, in a folder that is thrown away."
+    path = Path(tempfile.mkdtemp())/"run"
+    path.mkdir()
+    shutil.copy(records_folder()/f"{name}.events.jsonl", path/"events.jsonl")
+    return path
 
 # %% ../nbs/19b_bugs.ipynb #19b-bugs-025
 def study_text(
@@ -293,7 +330,7 @@ def study_text(
     lines = [f"{facts['date']}, {facts['hardware']}, torch {facts['versions']['torch']}; {len(facts['seeds'])} seeds, {facts['seconds']} s"]
     for m in metrics:
         values = ab.values(m)
-        lines += [f"{m}: " + ", ".join(f"{a} {np.mean(list(v.values())):.3f}" for a, v in values.items() if v)] + ["  " + x for x in verdicts(ab, m).splitlines()[1:]]
+        lines += [f"{m}: " + ", ".join(f"{a} {np.mean([np.mean(x) for x in v.values()]):.3f}" for a, v in values.items() if v)] + ["  " + x for x in verdicts(ab, m).splitlines()[1:]]
     return "\n".join(lines)
 
 def plot_study(
@@ -318,10 +355,10 @@ def harm_text(
 )->str: # "walk_tau 1.50 instead of 1.62: -0.12 [-0.20, -0.04], 5 seeds"
     "The harm in one line; says so where none was seen."
     base = base or ab.base
-    values = {a: np.array([v[s] for s in sorted(v)]) for a, v in ab.values(metric).items() if a in (base, arm)}
-    d = compare_arms(values, base)[arm]
-    seen = "" if d.differs else f", no harm seen at this scale (one of {d.detectable():.2g} would have been)"
-    return f"{metric} {values[arm].mean():.3f} instead of {values[base].mean():.3f}: {d.mean:+.3f} [{d.low:+.3f}, {d.high:+.3f}], {d.seeds} seeds{seen}"
+    values, d = ab.values(metric), ab.differences(metric, base)[arm]
+    mean = {a: np.mean([np.mean(x) for x in values[a].values()]) for a in (arm, base)}
+    seen = "" if d.differs else f", no harm seen at this scale (a difference of {d.detectable():.2g} would have been)"
+    return f"{metric} {mean[arm]:.3f} instead of {mean[base]:.3f}: {d.mean:+.3f} [{d.low:+.3f}, {d.high:+.3f}], {d.seeds} seeds" + (f" x {d.prompts} prompts" if d.prompts else "") + seen
 
 def bug_index()->list: # dicts: number, bug, harm, guard, spot, seen on, notebook
     "One row for each record in `data/results/bugs`, by number."
