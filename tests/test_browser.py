@@ -118,11 +118,11 @@ def test_view_appears_within_a_second_moves_and_stops_at_a_step_edge(notebook, f
     named = nb.cell(1).get_by_role("progressbar", name="training progress")
     assert int(named.get_attribute("aria-valuenow")) > 0
     assert nb.cell(1).get_by_role("img", name=re.compile("^loss, running mean")).count() == 1
-    assert step_shown(nb, 1) > before and curve(nb, 1) != first
+    later(lambda: step_shown(nb, 1) > before and curve(nb, 1) != first)
     assert nb.text(2).strip() == "hello" and nb.outputs(2).count() == 1
     nb.cell(1).get_by_role("button", name="Stop").click()
     nb.cell(1).locator(REPORT).wait_for(timeout=20_000)
-    assert nb.cell(1).locator(".dfl-head").count() == 0 and nb.cell(1).locator("img").count() == 1
+    later(lambda: nb.cell(1).locator(".dfl-head").count() == 0 and nb.cell(1).locator("img").count() == 1)
     assert nb.run(3).strip() == "stopped"
     nb.shot(f"report-{kernel}", 1)
     s = status(folder / run)
@@ -142,7 +142,7 @@ def test_pause_and_checkpoint_buttons(notebook, folder, kernel):
     cell = nb.cell(1)
     cell.get_by_role("button", name="Pause").click()
     cell.get_by_role("button", name="Resume").wait_for(timeout=10_000)
-    assert cell.locator(".dfl-state").inner_text().endswith("paused")
+    later(lambda: cell.locator(".dfl-state").inner_text().endswith("paused"))
     at = step_shown(nb, 1)
     time.sleep(1.2)
     assert step_shown(nb, 1) == at
@@ -168,7 +168,7 @@ def test_reload_keeps_the_view_and_a_second_view_follows(notebook, kernel):
     nb.cell(1).locator(".dfl-head").wait_for(timeout=30_000)
     later(lambda: step_shown(nb, 1) > before)
     assert nb.cell(2).locator(".dfl-charts polyline").count() > 0
-    assert abs(step_shown(nb, 1) - step_shown(nb, 2)) < 50
+    later(lambda: abs(step_shown(nb, 1) - step_shown(nb, 2)) < 50)
     nb.shot(f"reloaded-{kernel}", 1)
     assert nb.run(3).strip() == "stopped"
     nb.cell(1).locator(REPORT).wait_for(timeout=20_000)
@@ -185,7 +185,7 @@ def test_interrupt_of_a_blocking_fit_saves_and_leaves_the_report(notebook, folde
     s = status(folder / run)
     assert f"stopped {s.step}" in nb.text(1) and s.state == "stopped" and s.checkpoint["step"] == s.step
     assert "KeyboardInterrupt" not in nb.text(1)
-    assert nb.cell(1).locator(REPORT).count() == 1 and nb.cell(1).locator(".dfl-head").count() == 0
+    later(lambda: nb.cell(1).locator(REPORT).count() == 1 and nb.cell(1).locator(".dfl-head").count() == 0)
     assert nb.run(2).strip() == "next"
 
 
