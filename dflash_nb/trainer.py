@@ -625,6 +625,7 @@ class Trainer(_Session):
         self._reason = self._reason or reason
         self._stop.set()
 
+    def __repr__(self): return f"Trainer(run_dir={str(self.run_dir)!r}, step {self.step} of {self.cfg.steps}, {self.stage})"
     def pause(self): self._paused.set()
     def unpause(self): self._paused.clear()
     def checkpoint(self): return save_checkpoint(self)
