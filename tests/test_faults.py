@@ -68,10 +68,15 @@ def kinds(run_dir, kind):
     return [e for e in read_events(run_dir) if e["kind"] == kind]
 
 
+def published(run_dir):
+    "Step of the last complete checkpoint; one that is whole, but not yet pointed to, is not counted."
+    root = run_dir / "checkpoints"
+    return load_state(root).step if scan_states(root)[0] else 0
+
+
 def goes_on(run_dir, whole, shape=None):
     "A resume from the directory alone ends with the bits of the run that nobody touched."
-    root = run_dir / "checkpoints"
-    done = load_state(root).step if scan_states(root)[0] else 0
+    done = published(run_dir)
     t = resume(run_dir, devices=devices(shape))
     assert t.step == done and t.fit().outcome == "finished" and not left()
     assert [e["step"] for e in latest(read_events(run_dir))] == list(range(1, STEPS + 1))
@@ -455,7 +460,7 @@ def checked(run_dir, code, what):
     if asked and [e for e in log if e["kind"] in ("run_start", "run_end")][-1]["kind"] == "run_end" and steps:
         assert max(good) == max(steps) and code in (0, 1, -signal.SIGTERM, -signal.SIGINT), (good, steps, code)
     assert code != -signal.SIGKILL or what == "SIGKILL"
-    return max(good, default=0)
+    return published(run_dir)
 
 
 def starts(run_dir):
