@@ -6,7 +6,7 @@
 __all__ = ['KINDS', 'KEPT', 'fill_rows', 'some_rows', 'hook_grouped_batches', 'grouped_batch', 'hook_noise_strength', 'read_once',
            'micro_with_noise', 'hook_noise_in_target', 'noisy_read', 'noise_in_place', 'hook_anchor_visible',
            'see_anchor', 'bug_data', 'bug_config', 'smoke', 'sized', 'study_folder', 'Setup', 'run_setups', 'trained',
-           'late_mean', 'thinned', 'hardware', 'records_folder', 'store_study', 'load_study', 'store_events',
+           'late_mean', 'swing', 'thinned', 'hardware', 'records_folder', 'store_study', 'load_study', 'store_events',
            'recorded_run', 'study_text', 'plot_study', 'harm_text', 'bug_index']
 
 # %% ../nbs/19b_bugs.ipynb #19b-bugs-001
@@ -227,7 +227,7 @@ def run_setups(
         for name, setup in setups.items():
             t = trained(target, ds, base | setup.delta | dict(seed=seed), setup.hook, root/f"{name}-{seed}".replace(" ", "_"))
             seconds += sum(r["seconds"] for r in t.rows)
-            ends = dict(walk_tau=walk_tau(t.drafter, target, held, docs).tau, grad_cos_mean=late_mean(t.rows, "grad_cos"), accuracy_mean=late_mean(t.rows, "accuracy"),
+            ends = dict(walk_tau=walk_tau(t.drafter, target, held, docs).tau, grad_cos_mean=late_mean(t.rows, "grad_cos"), grad_cos_swing=swing(t.rows), accuracy_mean=late_mean(t.rows, "accuracy"),
                         train_tau_mean=late_mean(t.rows, "train_tau"), loss_mean=late_mean(t.rows, "loss"))
             rows += thinned(name, seed, t.rows, every) + [dict(arm=name, seed=seed, step=t.step, metric=m, value=v) for m, v in ends.items() if v == v]
     if keep_dir is None: shutil.rmtree(root, ignore_errors=True)
@@ -252,6 +252,13 @@ def late_mean(
     "Mean of a metric over the last part of a run."
     values = [v for r in rows[int(len(rows) * (1 - share)):] if (v := r.get(metric)) is not None and v == v]
     return float(np.mean(values)) if values else math.nan
+
+def swing(
+    rows, # one dict a step
+)->float: # standard deviation of grad_cos; nan where no step has it
+    "How much the cosine of successive gradients swings."
+    values = [v for r in rows if (v := r.get("grad_cos")) is not None]
+    return float(np.std(values)) if values else math.nan
 
 def thinned(arm, seed, rows, every):
     "Means of `every` steps, in long form."
@@ -280,8 +287,7 @@ def store_study(
     folder = records_folder()
     folder.mkdir(parents=True, exist_ok=True)
     table = ab.table[["arm", "seed", "step", "metric", "value"]]
-    ends = table.metric.isin(("walk_tau", "sim_tau", "tau")) | table.metric.str.endswith("_mean")
-    table[ends | table.metric.isin(KEPT) & (table.step % 10 == 0)].to_csv(folder/f"{name}.csv", index=False, float_format="%.5g")
+    table[~table.metric.isin(KEPT) | (table.step % 10 == 0)].to_csv(folder/f"{name}.csv", index=False, float_format="%.5g")
     if ab.prompts is not None and len(ab.prompts): ab.prompts.to_csv(folder/f"{name}.prompts.csv", index=False)
     made = dict(date=str(date.today()), hardware=hardware(), versions=software_versions(), command=f"the slow cell of nbs/bugs/{name}.ipynb",
                 seeds=sorted(int(s) for s in ab.table.seed.unique()), arms=list(ab.arms), seconds=round(ab.cost.get("wall", 0.)))
@@ -365,6 +371,6 @@ def bug_index()->list: # dicts: number, bug, harm, guard, spot, seen on, noteboo
     rows = []
     for path in sorted(records_folder().glob("[0-9]*.json")):
         f = json.loads(path.read_text())
-        harm = f.get("harm") or harm_text(load_study(path.stem)[0], f["metric"], f["arm"], f.get("base"))
+        harm = f.get("harm") or "; ".join(harm_text(load_study(path.stem)[0], m, f["arm"], f.get("base")) for m in (f["metric"], *f.get("also", ())))
         rows.append(dict(number=int(path.stem.split("_")[0]), bug=f["title"], harm=harm, guard=f["guard"], spot=f["spot"], seen_on=f"{f['date']}, {f.get('seen_on') or f['hardware']}", notebook=f"{path.stem}.ipynb"))
     return rows
