@@ -630,11 +630,11 @@ def _rule_tau_gap(v, share=.5, least=1.3):
     if tau is not None and sim is not None and sim > least and tau - 1 < share*(sim - 1):
         return _finding(f"tau {tau:.2f} is far below sim_tau {sim:.2f}: what decodes is not what was trained", "check layout, layer ids and rope of the checkpoint against the run; are the answers the target's own (on-policy)? same chat template and thinking mode?")
 
-def _rule_leak(v, last=20, share=.5, room=.5):
+def _rule_leak(v, last=20, share=.35, least=1.4):
     train, sim = v.series("train_tau", last), _num(v.s.sim_tau)
     if len(train) < last or sim is None: return None
     tau = statistics.median(train)
-    if sim - 1 < share*(tau - 1 - room):
+    if tau > least and sim - 1 < share*(tau - 1):
         return _finding(f"train_tau {tau:.2f} is far above sim_tau {sim:.2f}: blocks see in training what serving will not show them, or the data is learned by heart",
                         "read slot_accuracy: a first draft that is almost always right points at the mask or at target_layer_ids; else train on more chats")
 
