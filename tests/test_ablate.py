@@ -89,7 +89,7 @@ def test_rounds_and_devices_change_nothing(pair, tmp_path):
     whole = ablate(*pair, cfg, grid, sweep_dir=tmp_path / "a", **how)
     same_table(whole, ablate(*pair, cfg, grid, sweep_dir=tmp_path / "b", max_drafters=1, **how))
     same_table(whole, ablate(*pair, cfg, grid, sweep_dir=tmp_path / "c", devices=["cpu", "cpu"], **how))
-    assert whole.cost["target"] < read_sweep(tmp_path / "b").cost["target"] and len(whole.table.versions.unique()) == 1
+    assert len(whole.table.versions.unique()) == 1
 
 
 def test_memory_decides_the_rounds(pair, tmp_path, monkeypatch):

@@ -23,7 +23,7 @@ def cells(path):
     return nbformat.read(path, 4).cells
 
 
-def tests_of(module):
+def functions_of(module):
     tree = ast.parse((ROOT / "tests" / f"{module}.py").read_text())
     return {n.name for n in tree.body if isinstance(n, ast.FunctionDef)}
 
@@ -57,7 +57,7 @@ def test_every_named_guard_exists(path):
     named = GUARD.findall("\n".join(c.source for c in cells(path)))
     assert named, "no guard is named"
     for module, test in named:
-        assert test in tests_of(module), f"{path.name} names {module}.py::{test}, which does not exist"
+        assert test in functions_of(module), f"{path.name} names {module}.py::{test}, which does not exist"
 
 
 @book
@@ -67,7 +67,7 @@ def test_a_record_says_when_where_and_with_what(path):
     facts = json.loads((ROOT / "data/results/bugs" / f"{path.stem}.json").read_text())
     assert {"title", "guard", "spot", "date", "hardware", "versions", "command"} <= set(facts)
     module, test = GUARD.search(facts["guard"]).groups()
-    assert test in tests_of(module)
+    assert test in functions_of(module)
 
 
 def test_prose_holds_no_measured_numbers():
