@@ -314,7 +314,10 @@ def store_events(
     if smoke(): return None
     path = records_folder()/f"{name}.events.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(x for x in open(Path(run_dir)/"events.jsonl") if not x.startswith(('{"kind":"heartbeat"', '{"kind":"gauge"'))))
+    events = [json.loads(x) for x in open(Path(run_dir)/"events.jsonl")]
+    for e in events:
+        if "environment" in e: e["environment"] = {k: v for k, v in e["environment"].items() if k in ("schema", "python", "cpus", "versions")}  # no machine, no paths
+    path.write_text("".join(json.dumps(e, separators=(",", ":")) + "\n" for e in events))
     return path
 
 def recorded_run(
