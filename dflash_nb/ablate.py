@@ -17,7 +17,7 @@ import torch
 from .arms import Arm, Plan, arm_name, plan_arms, with_delta
 from .callbacks import progress_mode
 from .checkpoint import load_state, save_drafter, save_state, scan_states
-from .config import ConfigError, DataError, DflashError, TrainConfig, resolve
+from .config import ConfigError, DataError, TrainConfig, resolve
 from .data import Dataset, batch_at, pack, validation_blocks
 from .drafter import Drafter, copy_target_layers, own_head
 from .evaluate import evaluate, sim_tau, walk_tau

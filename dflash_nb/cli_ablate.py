@@ -6,7 +6,7 @@
 __all__ = ['ablate_parser', 'read_grid', 'main_ablate']
 
 # %% ../nbs/30a_cli_ablate.ipynb #30a-cli-ablate-001
-import json, shlex, sys
+import json, shlex
 from pathlib import Path
 from .cli import DONE, EXIT_CODES, FAILED, STOPPED, _interruptible, _last_line, _Parser, add_config_options, given_config, read_value, run_command, stage
 from .config import ConfigError, TrainConfig, load_config
@@ -98,7 +98,6 @@ def _device(text):
 
 def _seeds(text):
     value = read_value(text)
-    value = value if isinstance(value, list) else value
     if isinstance(value, int) and value > 0 or isinstance(value, list) and all(isinstance(v, int) and v >= 0 for v in value): return value
     raise ConfigError(f"--seeds {text!r}: give how many (3) or which (0,1,5)")
 

@@ -23,14 +23,14 @@ from .optim import set_lr
 
 # %% ../nbs/14_graphs.ipynb #14-graphs-007
 def tree_map(
-    fn, # tensor -> anything
-    tree, # tensors inside dataclasses, dicts, lists and tuples; other values pass
-): # the same tree with fn of each tensor
-    "Apply `fn` to every tensor of a tree."
-    if isinstance(tree, torch.Tensor): return fn(tree)
-    if is_dataclass(tree): return replace(tree, **{f.name: tree_map(fn, getattr(tree, f.name)) for f in fields(tree)})
-    if isinstance(tree, dict): return {k: tree_map(fn, v) for k, v in tree.items()}
-    if isinstance(tree, (list, tuple)): return type(tree)(tree_map(fn, v) for v in tree)
+    fn, # tensors, one of each tree -> anything
+    tree, *more, # tensors inside dataclasses, dicts, lists and tuples, all trees alike; other values pass
+): # the first tree with fn of its tensors
+    "Apply `fn` to every tensor of a tree, together with the tensors at that place in the others."
+    if isinstance(tree, torch.Tensor): return fn(tree, *more)
+    if is_dataclass(tree): return replace(tree, **{f.name: tree_map(fn, *(getattr(t, f.name) for t in (tree, *more))) for f in fields(tree)})
+    if isinstance(tree, dict): return {k: tree_map(fn, *(t[k] for t in (tree, *more))) for k in tree}
+    if isinstance(tree, (list, tuple)): return type(tree)(tree_map(fn, *v) for v in zip(tree, *more))
     return tree
 
 def tensors(

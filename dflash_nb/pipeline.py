@@ -8,16 +8,17 @@ __all__ = ['Placement', 'place', 'replicate_target', 'replicate_drafter', 'sync_
            'own_modes', 'float32_default', 'warm_target', 'warm_drafter']
 
 # %% ../nbs/14c_pipeline.ipynb #14c-pipeline-001
-import copy, functools, threading, time
+import copy, functools, threading
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 import numpy as np
 import torch
-from .config import ConfigError, DataError, TrainConfig
+from .config import ConfigError, TrainConfig
 from .data import StateGuard, batch_at
 from .drafter import Drafter
+from .graphs import tree_map
 from .losses import combine
-from .sides import DrafterSide, Inputs, TargetSide, map_tensors, span_seconds
+from .sides import DrafterSide, Inputs, TargetSide, span_seconds
 from .target import Target
 from .threads import Exchange, Pool, Stopped, Watchdog, at_step
 
@@ -213,7 +214,7 @@ def step_metrics(
 def update_and_read(side: DrafterSide, outs, step, sides, read):
     "The update of one replica; the first one also reads the metrics."
     _meet(sides, side.index)
-    out = combine([map_tensors(lambda t: t.to(side.device), o) for o in outs])
+    out = combine([tree_map(lambda t: t.to(side.device), o) for o in outs])
     told = side.update(out, step)
     side.mark()
     applied = told["applied"]()

@@ -19,7 +19,7 @@ import numpy as np
 
 from .checkpoint import load_drafter
 from .config import ConfigError
-from .stats import compare_arms, difference_table, mean_band, ratio_values, t_quantile
+from .stats import compare_arms, difference_table, mean_band, ratio_values
 
 # %% ../nbs/16b_results.ipynb #16b-results-007
 CURVES = ("loss", "accuracy", "train_tau", "sim_tau", "walk_tau") # metrics of a step

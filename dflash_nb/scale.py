@@ -7,7 +7,7 @@ __all__ = ['random_target', 'chat_lengths', 'CountsCB', 'LockProbe', 'target_alo
            'main_scale']
 
 # %% ../nbs/16e_scale.ipynb #16e-scale-000
-import argparse, contextlib, functools, json, platform, statistics, sys, tempfile, threading, time
+import argparse, contextlib, json, platform, statistics, sys, tempfile, threading, time
 from pathlib import Path
 import numpy as np
 import torch
