@@ -196,10 +196,13 @@ def _cuda(name, *args):
         _driver().cuGetErrorName(code, ctypes.byref(text))
         raise RuntimeError(f"{name}: {(text.value or str(code).encode()).decode()}")
 
+_IDLE = {} # private streams by device whose graphs are gone
+
 def private_stream(
     device:torch.device, # a CUDA device
-)->torch.cuda.Stream: # a new one, never reused
-    "A stream that nobody else can have: what libraries allocate for it, they allocate for its captures alone."
+)->torch.cuda.Stream: # one whose graphs are gone, or a new one
+    "A stream that nobody else has: its cuBLAS workspace (32 MiB, kept for ever) serves the captures of one runner at a time."
+    if _IDLE.get(device): return _IDLE[device].pop()
     handle = ctypes.c_void_p()
     with torch.cuda.device(device):
         torch.cuda.current_stream().query() # the context exists and is this thread's
@@ -300,7 +303,7 @@ class Rehearsal:
 # %% ../nbs/14_graphs.ipynb #14-graphs-061
 class GraphRunner(CompiledRunner):
     "Replays two graphs: a micro-batch, and the update; outputs are copies."
-    name, step, change, inputs, sums, pool = "graph", None, None, None, None, None
+    name, step, change, inputs, sums, pool, stream = "graph", None, None, None, None, None, None
     def warm_up(self, inputs):
         with _ALONE, step_modes(self.device), self._aside() as record, _gradients_kept(self.params):
             places = [p.grad.data_ptr() for p in self.params]
@@ -318,11 +321,10 @@ class GraphRunner(CompiledRunner):
     def _aside(self):
         "A recorder of functions, on a stream of its own where there are streams."
         if self.device.type != "cuda": yield Rehearsal; return
-        stream, before = private_stream(self.device), torch.cuda.current_stream()
-        self.pool = GraphMemory(self.device)
-        stream.wait_stream(before)
-        with torch.cuda.stream(stream): yield lambda fn: Captured(fn, stream, self.pool)
-        before.wait_stream(stream)
+        self.stream, self.pool, before = private_stream(self.device), GraphMemory(self.device), torch.cuda.current_stream()
+        self.stream.wait_stream(before)
+        with torch.cuda.stream(self.stream): yield lambda fn: Captured(fn, self.stream, self.pool)
+        before.wait_stream(self.stream)
 
 # %% ../nbs/14_graphs.ipynb #14-graphs-062
 def _not_finite(t): return torch.full_like(t, torch.nan) if t.is_floating_point() else t
@@ -344,13 +346,15 @@ def _replay_update(self, out):
     return _keep(self.change.out)
 
 def _close_graphs(self):
-    "Wait for the device, then drop the graphs, their pool and the buffers."
+    "Wait for the device, then drop the graphs, their pool and the buffers; the stream is free for another runner's captures."
     with _ALONE: # waiting for the device would end another runner's capture
         if self.pool is not None: torch.cuda.synchronize(self.device)
         for g in (self.step, self.change):
             if g is not None: g.close()
-        if self.pool is not None: self.pool.release()
-    self.step = self.change = self.inputs = self.sums = self.pool = None
+        if self.pool is not None:
+            self.pool.release()
+            _IDLE.setdefault(self.device, []).append(self.stream)
+    self.step = self.change = self.inputs = self.sums = self.pool = self.stream = None
 
 GraphRunner._run_micro, GraphRunner._run_update, GraphRunner.close = _replay_micro, _replay_update, _close_graphs
 
