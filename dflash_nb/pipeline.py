@@ -4,13 +4,13 @@
 
 # %% auto #0
 __all__ = ['Placement', 'place', 'replicate_target', 'replicate_drafter', 'sync_replicas', 'differing', 'Slot', 'Item', 'feed',
-           'train_share', 'sum_share', 'fetch_shares', 'step_metrics', 'update_and_read', 'Alone', 'Threads',
-           'own_modes', 'float32_default', 'warm_target', 'warm_drafter']
+           'train_share', 'sum_share', 'fetch_shares', 'sum_processes', 'copy_lead', 'step_metrics', 'update_and_read',
+           'OneProcess', 'deal', 'Alone', 'Threads', 'own_modes', 'float32_default', 'warm_target', 'warm_drafter']
 
 # %% ../nbs/14c_pipeline.ipynb #14c-pipeline-001
 import copy, functools, threading
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 import numpy as np
 import torch
 from .config import ConfigError, TrainConfig
@@ -139,7 +139,7 @@ class Item:
     flags: tuple  # of StateGuard: rows that left the loss
     span: tuple   # the target's work on it
 
-def feed(reader: TargetSide, exchange: Exchange, slots, batch_of, cfg: TrainConfig, dog: Watchdog):
+def feed(reader: TargetSide, exchange: Exchange, slots, part, dog: Watchdog):
     "The life of a target thread: until the exchange is closed or the last number is out."
     try:
         while True:
@@ -147,13 +147,13 @@ def feed(reader: TargetSide, exchange: Exchange, slots, batch_of, cfg: TrainConf
             step, micro, drafter, n = exchange.claim()
             dog.beat(f"the target's forward of step {step + 1}, micro-batch {micro}")
             with at_step(step):
-                inputs = reader.read(batch_of(step).micro(micro, cfg.micro_rows).to(reader.device))
+                inputs = reader.read(part(step, micro).to(reader.device))
                 exchange.put(step, micro, Item(slots[drafter][n].fill(inputs), reader.guard.pending.pop(), reader.clock.spans.pop()))
             inputs = None
     except Stopped: pass
     finally: dog.quiet()
 
-def train_share(side: DrafterSide, exchange: Exchange, step: int, dog: Watchdog):
+def train_share(side: DrafterSide, exchange: Exchange, step: int, dog: Watchdog, shard, group):
     "A drafter's share of one step: (LossOut sums, items)."
     outs, items = [], []
     side.zero()
@@ -161,9 +161,9 @@ def train_share(side: DrafterSide, exchange: Exchange, step: int, dog: Watchdog)
         dog.beat(f"waiting for step {step + 1}, micro-batch {micro}", waits=True)
         item = exchange.take(step, micro)
         dog.beat(f"forward and backward of step {step + 1}, micro-batch {micro}")
-        with item.slot.read() as inputs: outs.append(side.micro(inputs, step, micro))
+        with item.slot.read() as inputs, group.summing(side, exchange.drafters == 1 and micro == exchange.micros - 1): outs.append(side.micro(inputs, step, shard[micro] or 0))
         exchange.release(side.index)
-        items.append((item.flags, item.span))
+        items.append((shard[micro], item.flags, item.span))
     side.mark()
     return combine(outs), items
 
@@ -189,6 +189,21 @@ def fetch_shares(sides, d):
     _meet(sides, d)
     for e in range(n):
         if e != d: _share(sides[d].flat, e, n).copy_(_share(sides[e].flat, e, n))
+    sides[d].mark()
+
+def sum_processes(sides, d, outs, group):
+    "In the lead's buffer the sum over all processes, and the `LossOut`s of all."
+    if d: return outs
+    _meet(sides, d)
+    group.sum(sides[0])
+    outs = group.gather(outs, sides[0].device)
+    sides[0].mark()
+    return outs
+
+def copy_lead(sides, d):
+    "The lead's sums in every other replica."
+    _meet(sides, d)
+    if d: sides[d].flat.copy_(sides[0].flat)
     sides[d].mark()
 
 def _meet(sides, d):
@@ -220,12 +235,42 @@ def update_and_read(side: DrafterSide, outs, step, sides, read):
     applied = told["applied"]()
     return dict(lr=told["lr"], noise=told["noise"], noise_applied=applied) | step_metrics(out, told["norm"], told["refused"]) if read else None
 
-# %% ../nbs/14c_pipeline.ipynb #14c-pipeline-029
+# %% ../nbs/14c_pipeline.ipynb #14c-pipeline-035
+class OneProcess:
+    "The processes that train one drafter together: here a single one, so every answer is the caller's own."
+    rank, size, name = 0, 1, "this process"
+    def folder(self, run_dir): return run_dir        # where this process writes
+    def same(self, **facts): "Raise where another process says something else."
+    def share(self, value): return value             # what the first process says
+    @contextmanager
+    def summing(self, side, last): yield             # around a micro-batch; sums may begin while the last one's backward runs
+    def sum(self, side): "The gradient sums of all processes, in this drafter's buffer."
+    def gather(self, outs, device): return outs      # `LossOut`s of all processes, in their order
+    def mean(self, value, count): return value       # over all processes
+    def agree(self, stop, want): return stop, want   # at a step edge: why to stop, and is a checkpoint wanted?
+    def tell(self, **now): "Values that the other processes may see."
+    def table(self): return []                       # what each process has told
+    def fail(self, error): "Let the others know that this process leaves."
+    def forget(self): "Drop buffers of a fit that has ended."
+
+# %% ../nbs/14c_pipeline.ipynb #14c-pipeline-036
+def deal(
+    micros: int,    # micro-batches of a step
+    drafters: int,  # of each process
+    rank: int = 0,  # of this process
+    size: int = 1,  # processes
+) -> list:          # numbers of its micro-batches; None is one without blocks
+    "Micro-batch m goes to drafter m % (drafters of all processes); a drafter that would get none gets an empty one."
+    mine = [m for m in range(micros) if m % (size*drafters)//drafters == rank]
+    return mine + [None]*(drafters - len(mine))
+
+# %% ../nbs/14c_pipeline.ipynb #14c-pipeline-039
 class _Pipeline:
     "What both have in common: the sides, the batch of a step, what a step took."
-    def __init__(self, readers, sides, packed, cfg, dog=None):
-        self.readers, self.sides, self.packed, self.cfg = readers, sides, packed, cfg
+    def __init__(self, readers, sides, packed, cfg, dog=None, group=None):
+        self.readers, self.sides, self.packed, self.cfg, self.group = readers, sides, packed, cfg, group or OneProcess()
         self.micros = cfg.token_budget//cfg.row_len//cfg.micro_rows
+        self.shard = deal(self.micros, len(sides), self.group.rank, self.group.size)
         self.guard, self.dog = StateGuard(), dog or Watchdog(None, print)
         self.batch_of, self.cores = functools.lru_cache(maxsize=4)(functools.partial(batch_at, packed, cfg)), torch.get_num_threads()
 
@@ -236,7 +281,7 @@ class _Pipeline:
         seconds: float,  # of the whole step
     ) -> dict:
         "Tokens a second of each side while it works, share of the step that each side waits, and the queue."
-        tokens, threads = self.cfg.token_budget, max(1, len(self.readers))
+        tokens, threads = self.cfg.token_budget*len([n for n in self.shard if n is not None])/self.micros, max(1, len(self.readers))
         rate = lambda s, n=1: n*tokens/s if s > 0 else 0.
         read, trained = self.target_seconds, sum(s.clock.take() for s in self.sides)/len(self.sides)
         idle = lambda s: round(min(1., max(0., 1 - s/seconds)), 4) if seconds > 0 else 0.
@@ -250,11 +295,21 @@ class _Pipeline:
         for s in self.sides: s.free(); s.clock.spans.clear()
         for s in self.sides[1:]: s.optimizer.state.clear()
         for r in self.readers: r.features.clear(); r.guard.pending.clear(); r.clock.spans.clear()
-        self.guard.pending.clear(); self.batch_of.cache_clear()
+        self.guard.pending.clear(); self.batch_of.cache_clear(); self.group.forget()
+
+    def part(self,
+        step: int,
+        i: int,  # position in the shard
+    ):
+        "Micro-batch number `shard[i]` of a step."
+        n = self.shard[i]
+        batch = self.batch_of(step).micro(n or 0, self.cfg.micro_rows)
+        return batch if n is not None else replace(batch, keep_RN=torch.zeros_like(batch.keep_RN))
 
     def rows(self, step) -> list:
-        "Numbers of the packed rows of a step."
-        return self.batch_of(step).row_ids.tolist()
+        "Numbers of the packed rows of a step that this process reads."
+        ids, n = self.batch_of(step).row_ids.tolist(), self.cfg.micro_rows
+        return ids if self.group.size == 1 else [r for m in self.shard if m is not None for r in ids[m*n:(m + 1)*n]]
 
     @contextmanager
     def open_gradients(self):
@@ -273,18 +328,18 @@ class Alone(_Pipeline):
     ):
         "Ready the runner; an eager one needs no warm-up."
         if self.lead.ready().name == "eager": return
-        batch = self.batch_of(step).micro(0, self.cfg.micro_rows)
-        with stage("warm target"): inputs = warm_target(self.readers[0], batch)
+        with stage("warm target"): inputs = warm_target(self.readers[0], self.part(step, 0))
         with stage("warm drafter"): warm_drafter(self.lead, inputs)
 
     def gradients(self, step):
         "Gradient sums of the whole step."
-        reader, side, rows = self.readers[0], self.lead, self.cfg.micro_rows
-        batch = self.batch_of(step).to(side.device)
+        reader, side, outs = self.readers[0], self.lead, []
         side.zero()
-        self._outs = []
-        for i in range(self.micros): self._outs.append(side.micro(reader.read(batch.micro(i, rows)), step, i))
-        self.guard.pending, reader.guard.pending = reader.guard.pending, []
+        for i, n in enumerate(self.shard):
+            with self.group.summing(side, i == len(self.shard) - 1): outs.append(side.micro(reader.read(self.part(step, i).to(side.device)), step, n or 0))
+        self.group.sum(side)
+        self._outs = self.group.gather(outs, side.device)
+        self.guard.pending, reader.guard.pending = [p for p, n in zip(reader.guard.pending, self.shard) if n is not None], []
 
     def update(self, step) -> dict:
         "One optimizer step; its metrics."
@@ -297,13 +352,13 @@ class Alone(_Pipeline):
         self.free()
         return []
 
-# %% ../nbs/14c_pipeline.ipynb #14c-pipeline-030
+# %% ../nbs/14c_pipeline.ipynb #14c-pipeline-040
 class Threads(_Pipeline):
     "Target threads and drafter threads, owned by one pool."
     threads = True
-    def __init__(self, readers, sides, packed, cfg, dog=None, depth: int = 2):
-        super().__init__(readers, sides, packed, cfg, dog)
-        if self.micros < len(sides): raise ConfigError(f"{len(sides)} drafters share {self.micros} micro-batches a step: each needs one, so lower micro_rows={cfg.micro_rows} or name fewer drafters")
+    def __init__(self, readers, sides, packed, cfg, dog=None, group=None, depth: int = 2):
+        super().__init__(readers, sides, packed, cfg, dog, group)
+        if self.micros < len(sides) and self.group.size == 1: raise ConfigError(f"{len(sides)} drafters share {self.micros} micro-batches a step: each needs one, so lower micro_rows={cfg.micro_rows} or name fewer drafters")
         self.depth, self.exchange, self.pool = depth, None, Pool()
         self._closed, self._lives, self._lock = True, 0, threading.Lock()
 
@@ -317,14 +372,13 @@ class Threads(_Pipeline):
         ahead = list(enumerate(self.readers)), list(enumerate(self.sides))
         targets = [self._worker("target", i, r.device) for i, r in ahead[0]]
         self._drafters = [self._worker("drafter", i, s.device) for i, s in ahead[1]]
-        batch = self.batch_of(step).micro(0, self.cfg.micro_rows)
         for i, r in ahead[0]:
-            with stage(f"warm target {i}"): inputs, = self.run([(targets[i], warm_target, r, batch)], step)
+            with stage(f"warm target {i}"): inputs, = self.run([(targets[i], warm_target, r, self.part(step, 0))], step)
         for i, s in ahead[1]:
             with stage(f"warm drafter {i}"): self.run([(self._drafters[i], warm_drafter, s, inputs)], step)
         slots = [[Slot(s.device) for _ in range(self.depth)] for s in self.sides]
-        self.exchange = Exchange(self.micros, len(self.sides), self.depth, step, self.cfg.steps)
-        for w, r in zip(targets, self.readers): self.pool.watch(w, feed, r, self.exchange, slots, self.batch_of, self.cfg, self.dog)
+        self.exchange = Exchange(len(self.shard), len(self.sides), self.depth, step, self.cfg.steps)
+        for w, r in zip(targets, self.readers): self.pool.watch(w, feed, r, self.exchange, slots, self.part, self.dog)
 
     def _worker(self, kind, i, device):
         cpus = sum(x.device.type == "cpu" for x in (*self.readers, *self.sides))
@@ -361,12 +415,15 @@ class Threads(_Pipeline):
 
     def gradients(self, step):
         "Gradient sums of the whole step, the same in every replica."
-        each = self.run([(w, train_share, s, self.exchange, step, self.dog) for w, s in zip(self._drafters, self.sides)], step)
+        each = self.run([(w, train_share, s, self.exchange, step, self.dog, self.shard, self.group) for w, s in zip(self._drafters, self.sides)], step)
         self._outs, items = [out for out, _ in each], [x for _, xs in each for x in xs]
-        self.guard.pending = [flags for flags, _ in items]
-        self._spans = [span for _, span in items]
-        if len(self.sides) == 1: return
-        for fn in (sum_share, fetch_shares): self.run([(w, fn, self.sides, d) for d, w in enumerate(self._drafters)], step)
+        self.guard.pending = [flags for n, flags, _ in items if n is not None]
+        self._spans = [span for *_, span in items]
+        jobs = lambda fn, *more: self.run([(w, fn, self.sides, d, *more) for d, w in enumerate(self._drafters)], step)
+        if len(self.sides) > 1: jobs(sum_share); jobs(fetch_shares)
+        if self.group.size == 1: return
+        self._outs = jobs(sum_processes, self._outs, self.group)[0]
+        if len(self.sides) > 1: jobs(copy_lead)
 
     def update(self, step) -> dict:
         "One optimizer step of every replica; the first one's metrics."
