@@ -5,15 +5,15 @@
 # %% auto #0
 __all__ = ['GEOMETRIES', 'KERNEL_KINDS', 'Geometry', 'products', 'attention_flops', 'step_flops', 'StepInputs', 'random_inputs',
            'RandomIO', 'random_drafter', 'step_runner', 'run_step', 'milliseconds', 'product_ms', 'matmul_ceiling',
-           'bench_step', 'machine', 'kind_of', 'kernel_times', 'run_bench', 'bench_text', 'Rates', 'plan_step']
+           'bench_step', 'peak_memory', 'fresh_memory', 'moved_counts', 'machine', 'kind_of', 'kernel_times']
 
-# %% ../nbs/16d_bench.ipynb #16a-bench-001
+# %% ../nbs/16d_bench.ipynb #16d-bench-000
 import gc
 import platform
 import statistics
 import time
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import torch
@@ -21,13 +21,12 @@ import torch
 from .blocks import Blocks, make_blocks
 from .config import ConfigError, DrafterConfig, TrainConfig
 from .drafter import Drafter
-from .events import software_versions
 from .float8 import Float8Head
 from .graphs import device_counts, make_runner
 from .losses import block_loss
 from .optim import clip_gradients, guarded_step, make_optimizer
 
-# %% ../nbs/16d_bench.ipynb #16a-bench-007
+# %% ../nbs/16d_bench.ipynb #16d-bench-003
 @dataclass(frozen=True)
 class Geometry:
     "Shape of a drafter, of the features it reads and of a step's batch."
@@ -38,16 +37,19 @@ class Geometry:
     anchors: int = 512 # blocks a row
     row_len: int = 3072 # tokens a row
     rows: int = 4 # a step
+    depth: int = 8 # decoder layers of the target
+    tied: bool = False # are embedding and head one table?
 
     def __or__(self, changes): return replace(self, **changes)
 
 GEOMETRIES = dict(
     tiny=Geometry(64, 4, 2, 16, 128, 300, layers=2, features=2, block=4, anchors=8, row_len=64, rows=2),
-    smollm2=Geometry(576, 9, 3, 64, 1536, 49152, anchors=64, row_len=1024),
-    qwen3_4b=Geometry(2560, 32, 8, 128, 9728, 151936),
-    qwen3_8b=Geometry(4096, 32, 8, 128, 12288, 151936),
-    qwen3_14b=Geometry(5120, 40, 8, 128, 17408, 151936),
-    qwen3_32b=Geometry(5120, 64, 8, 128, 25600, 151936))
+    nano=Geometry(192, 6, 2, 32, 640, 2048, layers=2, block=8, anchors=64, row_len=256, rows=1, tied=True),
+    smollm2=Geometry(576, 9, 3, 64, 1536, 49152, anchors=64, row_len=1024, depth=30, tied=True),
+    qwen3_4b=Geometry(2560, 32, 8, 128, 9728, 151936, depth=36, tied=True),
+    qwen3_8b=Geometry(4096, 32, 8, 128, 12288, 151936, depth=36),
+    qwen3_14b=Geometry(5120, 40, 8, 128, 17408, 151936, depth=40),
+    qwen3_32b=Geometry(5120, 64, 8, 128, 25600, 151936, depth=64))
 
 def products(
     g:Geometry, # of a step
@@ -100,12 +102,13 @@ def random_inputs(
     feats = torch.randn(rows, g.row_len, g.features * g.hidden, generator=draw, device=device, dtype=dtype)
     return StepInputs(ids.to(device), batch.pos_RT.to(device), make_blocks(batch, g.block, g.vocab - 1).to(device), feats)
 
-# %% ../nbs/16d_bench.ipynb #16a-bench-011
+# %% ../nbs/16d_bench.ipynb #16d-bench-004
 class RandomIO:
     "Embedding and head of a target, random and frozen."
     def __init__(self, g, device, dtype, seed=0):
         rng = torch.Generator(device).manual_seed(seed)
-        self.table, self.rows = (torch.randn(g.vocab, g.hidden, generator=rng, device=device, dtype=dtype) * 0.02 for _ in range(2))
+        self.table = torch.randn(g.vocab, g.hidden, generator=rng, device=device, dtype=dtype) * 0.02
+        self.rows = self.table if g.tied else torch.randn(g.vocab, g.hidden, generator=rng, device=device, dtype=dtype) * 0.02
     def embed(self, ids): return torch.nn.functional.embedding(ids, self.table)
     def head(self, h): return torch.nn.functional.linear(h.to(self.rows.dtype), self.rows)
 
@@ -209,7 +212,7 @@ def matmul_ceiling(
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     return 2 * size**3 / statistics.median(milliseconds(lambda: a @ b, device)) / 1e9
 
-# %% ../nbs/16d_bench.ipynb #16a-bench-017
+# %% ../nbs/16d_bench.ipynb #16d-bench-005
 def bench_step(
     geometry:str|Geometry="tiny", # name in `GEOMETRIES`, or a geometry
     runner:str="auto", # of `RUNNERS`
@@ -227,6 +230,7 @@ def bench_step(
     cuda, rows, told = torch.device(device).type == "cuda", micro_rows or g.rows, []
     if g.rows % rows: raise ConfigError(f"micro_rows={rows} does not divide {g.rows} rows")
     dtype, cfg = dtype or (torch.bfloat16 if cuda else torch.float32), cfg or TrainConfig(block_size=g.block)
+    fresh_memory(device)
     io = RandomIO(g, device, dtype)
     run = step_runner(random_drafter(g, device, attention), Float8Head(io) if head8 else io, cfg, runner, dtype, lambda *x: told.append(x))
     micros = [random_inputs(g, rows, device, dtype, seed) for seed in range(g.rows // rows)]
@@ -234,21 +238,43 @@ def bench_step(
     run.warm_up(micros[0])
     warm, kept = time.perf_counter() - start, [run_step(run, micros)]
     before = device_counts(device)
-    if cuda: torch.cuda.reset_peak_memory_stats(device)
     ms = milliseconds(lambda: kept.append(run_step(run, micros)), device, steps)
-    row = _row(g, run, ms, device, warm) | dict(micro_rows=rows, head8=head8, fallbacks=told, constant=before == device_counts(device),
-                                                losses=[o.loss.item() for o, *_ in kept], norms=[n.item() for _, n, _ in kept])
+    row = _row(g, run, ms, device, warm) | moved_counts(before, device) | dict(
+        part="drafter", micro_rows=rows, head8=head8, fallbacks=told, losses=[o.loss.item() for o, *_ in kept], norms=[n.item() for _, n, _ in kept])
     if kernels: row["kinds"] = _by_kind(kernel_times(lambda: run_step(run, micros)))
     run.close()
     return row
 
-# %% ../nbs/16d_bench.ipynb #16a-bench-018
+# %% ../nbs/16d_bench.ipynb #16d-bench-006
 def _row(g, run, ms, device, warm):
     "Figures of a table's row."
-    median, gib = statistics.median(ms), 2**30
-    peak = dict(peak_gib=torch.cuda.max_memory_allocated(device) / gib, reserved_gib=torch.cuda.max_memory_reserved(device) / gib) if torch.device(device).type == "cuda" else {}
+    median = statistics.median(ms)
     return dict(runner=run.name, rows=g.rows, anchors=g.anchors, ms=median, ms_row=median / g.rows, spread_ms=[min(ms), max(ms)], tflops=step_flops(g) / median / 1e9,
-                warm_s=warm, counts=run.counts, **peak)
+                warm_s=warm, counts=run.counts, **peak_memory(device))
+
+def peak_memory(
+    device, # any torch device
+)->dict: # GiB; nothing on a CPU
+    "Most memory in use since the last reset, warming up included, and the memory held for it now."
+    if torch.device(device).type != "cuda": return {}
+    return dict(peak_gib=torch.cuda.max_memory_allocated(device) / 2**30, reserved_gib=torch.cuda.memory_reserved(device) / 2**30)
+
+def fresh_memory(
+    device, # any torch device
+):
+    "Give unused memory back and count peaks from here."
+    gc.collect()
+    if torch.device(device).type != "cuda": return
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+
+def moved_counts(
+    before:dict, # of `device_counts`
+    device, # the same
+)->dict: # allocations and recompiles; constant: did no count move?
+    "What was asked of the device's allocator and of the compiler since then."
+    after = device_counts(device)
+    return dict(allocations=after["allocations"] - before["allocations"], recompiles=after["compiled"] - before["compiled"], constant=after == before)
 
 def machine(
     device, # any torch device
@@ -285,61 +311,3 @@ def _by_kind(kernels):
     kinds = {}
     for name, (ms, _) in kernels.items(): kinds[kind_of(name)] = kinds.get(kind_of(name), 0.0) + ms
     return kinds
-
-# %% ../nbs/16d_bench.ipynb #16a-bench-026
-def run_bench(
-    geometry:str="tiny", # of `GEOMETRIES`
-    runners=("auto",), # of `RUNNERS`
-    device:str="cpu", # where
-    batch:dict=None, # changes of the geometry: anchors, rows, row_len, ...
-    **kw, # of `bench_step`
-)->dict: # machine, rows, and the same run's products and ceiling
-    "Benchmark runners one after another, then the products of their step by themselves."
-    g, cuda, rows = GEOMETRIES[geometry] | (batch or {}), torch.device(device).type == "cuda", []
-    for runner in runners:
-        rows.append(bench_step(g, runner, device, **kw))
-        gc.collect()
-        if cuda: torch.cuda.empty_cache()
-    dtype, micro = torch.bfloat16 if cuda else torch.float32, kw.get("micro_rows") or g.rows
-    found = product_ms(g, micro, device, dtype, 3)
-    total = sum(ms for _, ms, _ in found) * (g.rows // micro)
-    for row in rows: row["over_products"] = row["ms"] / total
-    return dict(machine=machine(device), versions=software_versions(), geometry=geometry, shape=asdict(g), rows=rows, products_ms=total,
-                products=[(n, round(ms, 3), round(rate, 1)) for n, ms, rate in found], ceiling_tflops=matmul_ceiling(device, dtype, 8192 if cuda else 512))
-
-# %% ../nbs/16d_bench.ipynb #16a-bench-028
-def bench_text(
-    seen:dict, # of `run_bench`
-)->str: # a plain table
-    "One line a runner, one for the machine."
-    head = f"{'runner':10}{'ms':>9}{'ms/row':>9}{'TFLOP/s':>9}{'x products':>12}{'GiB':>7}{'compiles':>10}"
-    lines = [f"{r['runner']:10}{r['ms']:9.1f}{r['ms_row']:9.1f}{r['tflops']:9.2f}{r['over_products']:12.2f}{r.get('reserved_gib', 0):7.1f}{r.get('counts', {}).get('compiles', 0):10}" for r in seen["rows"]]
-    m = seen["machine"]
-    return "\n".join([f"{seen['geometry']}: {seen['shape']['rows']} rows of {seen['shape']['row_len']}, {seen['shape']['anchors']} anchors, on {m['device']}, torch {m['torch']}", head, *lines,
-                      f"its products alone {seen['products_ms']:.1f} ms, square product {seen['ceiling_tflops']:.2f} TFLOP/s"])
-
-# %% ../nbs/16d_bench.ipynb #16a-bench-033
-@dataclass(frozen=True)
-class Rates:
-    "What a card does in this step; defaults: one H200 under its power limit."
-    products: float = 742.0 # TFLOP/s
-    attention: float = 219.0 # TFLOP/s
-    bandwidth: float = 3.5 # TB/s
-
-def plan_step(
-    geometry:str|Geometry, # name in `GEOMETRIES`, or a geometry
-    micro_rows:int=None, # rows a micro-batch; None: all
-    rates:Rates=Rates(), # of the card
-)->dict: # ms a step, GiB at its peak, and their parts
-    "Predicted time and memory of a graph-replayed step in bfloat16 with float32 masters and cross-entropy."
-    g = GEOMETRIES[geometry] if isinstance(geometry, str) else geometry
-    rows, D = micro_rows or g.rows, g.hidden
-    micros, slots = g.rows // rows, g.anchors * g.block
-    weights = g.layers * (2 * D * (g.heads + g.kv_heads) * g.head_dim + 3 * D * g.mlp) + g.features * D * D
-    bytes_ = weights * (44 + 20 * micros) + g.rows * slots * (2 * g.layers * (30 * D + 9 * g.mlp) + 6 * g.vocab)
-    ms = dict(products=sum(2 * m * n * k * c for _, m, n, k, c in products(g, g.rows)) / rates.products / 1e9,
-              attention=attention_flops(g, g.rows) / rates.attention / 1e9, memory=bytes_ / rates.bandwidth / 1e9)
-    gib = dict(weights=16 * weights, head=4 * g.vocab * D, inputs=2 * (g.rows + rows) * g.row_len * g.features * D,
-               states=2 * rows * slots * g.layers * (8.5 * D + 3 * g.mlp), logits=2 * min(rows * slots * g.vocab, 1.17e9), rest=1.8 * 2**30)
-    gib = {k: v / 2**30 for k, v in gib.items()}
-    return dict(ms=sum(ms.values()), gib=sum(gib.values()), ms_parts=ms, gib_parts=gib)

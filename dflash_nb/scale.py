@@ -7,11 +7,11 @@ __all__ = ['random_target', 'chat_lengths', 'CountsCB', 'LockProbe', 'target_alo
            'main_scale']
 
 # %% ../nbs/16e_scale.ipynb #16e-scale-000
-import argparse, contextlib, json, platform, statistics, sys, tempfile, threading, time
+import argparse, contextlib, json, statistics, sys, tempfile, threading, time
 from pathlib import Path
 import numpy as np
 import torch
-from .bench import GEOMETRIES
+from .bench import GEOMETRIES, Geometry, machine, milliseconds
 from .callbacks import Callback, CheckpointCB, ProgressCB
 from .config import TrainConfig
 from .data import Dataset
@@ -24,24 +24,25 @@ from .trainer import Trainer
 
 # %% ../nbs/16e_scale.ipynb #16e-scale-001
 def random_target(
-    geometry: str = "tiny",  # width, of GEOMETRIES
-    layers: int = 8,         # decoder layers
+    geometry: str | Geometry = "tiny",  # name in GEOMETRIES, or a geometry
+    layers: int | None = None,  # decoder layers; None: as the geometry has
     device="cpu",
     dtype=torch.float32,
     seed: int = 0,
 ) -> Target:
     "A Qwen3-shaped target of random weights, made on its device; the last token is free for the mask."
     from transformers import Qwen3Config, Qwen3ForCausalLM
-    g = GEOMETRIES[geometry]
+    g, name = (GEOMETRIES[geometry], geometry) if isinstance(geometry, str) else (geometry, f"width{geometry.hidden}")
+    layers = layers or g.depth
     shape = Qwen3Config(hidden_size=g.hidden, intermediate_size=g.mlp, num_attention_heads=g.heads, num_key_value_heads=g.kv_heads, head_dim=g.head_dim, vocab_size=g.vocab,
-                        num_hidden_layers=layers, max_position_embeddings=8192, eos_token_id=None, bos_token_id=None)
+                        num_hidden_layers=layers, tie_word_embeddings=g.tied, max_position_embeddings=8192, eos_token_id=None, bos_token_id=None)
     gpus = [torch.device(device)] if torch.device(device).type == "cuda" else []
     with torch.random.fork_rng(devices=gpus), torch.device(device), _default_dtype(dtype): model = Qwen3ForCausalLM(shape).eval()
     rng = torch.Generator(device).manual_seed(seed)
     with torch.no_grad():
         for p in model.parameters():
             if p.ndim > 1: p.normal_(0, .02, generator=rng)
-    return Target.from_model(model, name=f"random-{geometry}-{layers}")
+    return Target.from_model(model, name=f"random-{name}-{layers}")
 
 @contextlib.contextmanager
 def _default_dtype(dtype):
@@ -92,17 +93,8 @@ class LockProbe:
     def __exit__(self, *exc): self._stop.set(); self._thread.join(1)
     def result(self): return dict(median_ms=1e3*float(np.median(self.late)), p99_ms=1e3*float(np.quantile(self.late, .99))) if self.late else {}
 
-# %% ../nbs/16e_scale.ipynb #16c-scale-013
-def _timed(work, device, times=5):
-    "Median seconds of `work()`, the device waited for."
-    wait = (lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else lambda: None
-    work(); wait()
-    seconds = []
-    for _ in range(times):
-        start = time.perf_counter()
-        work(); wait()
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds)
+# %% ../nbs/16e_scale.ipynb #16e-scale-003
+def _seconds(work, device, times): return statistics.median(milliseconds(work, device, times))/1e3
 
 def target_alone(line, steps=5) -> float:
     "Seconds of one target thread for a whole step, by the code of the run, while its own threads wait for room."
@@ -110,7 +102,7 @@ def target_alone(line, steps=5) -> float:
     def work():
         for i in range(line.micros): reader.read(line.batch_of(0).micro(i, line.cfg.micro_rows).to(reader.device))
         reader.guard.pending.clear()
-    with own_modes(reader.device, True): return _timed(work, reader.device, steps)
+    with own_modes(reader.device, True): return _seconds(work, reader.device, steps)
 
 def drafter_alone(line, inputs, steps=5) -> float:
     "Seconds of one drafter for its micro-batches and the update, features given."
@@ -123,7 +115,7 @@ def drafter_alone(line, inputs, steps=5) -> float:
         for o in outs[1:]: out = out + o
         side.update(out, 0)
     worker = next(w for w in line.pool.workers if "drafter0" in w.name)
-    seconds, = line.pool.run([(worker, _timed, work, side.device, steps)])
+    seconds, = line.pool.run([(worker, _seconds, work, side.device, steps)])
     side.clock.take()
     return seconds
 
@@ -180,7 +172,7 @@ def _report(t, record, counts, probe, began, watch):
         runner=t.ran["name"], counts=t.ran["counts"], grown=grown, lock=probe.result(),
         peak_gib={d: torch.cuda.max_memory_allocated(d)/2**30 for d in gpus}, notes=t.notes, **({"target_alone_s": watch.target, "drafter_alone_s": watch.drafter} if watch else {}))
 
-# %% ../nbs/16e_scale.ipynb #16c-scale-019
+# %% ../nbs/16e_scale.ipynb #16e-scale-004
 def main_scale(
     argv=None,  # list of strings; None: the command line
 ) -> int:
@@ -202,8 +194,8 @@ def main_scale(
     target = random_target(a.geometry, a.layers, home, torch.bfloat16 if home != "cpu" else torch.float32)
     cfg = scale_config(a.steps, a.anchors, runner=a.runner, **json.loads(a.config))
     seen = run_scale(target, cfg, devices, a.alone)
-    cards = sorted({torch.cuda.get_device_name(d) for d in range(torch.cuda.device_count())})
-    seen |= dict(date=time.strftime("%Y-%m-%d"), cards=cards or [platform.processor() or platform.machine()], versions=software_versions(), command=["python", "-m", "dflash_nb.scale", *(argv or sys.argv[1:])])
+    where = machine(home)
+    seen |= dict(date=where["date"], cards=[where["device"]], versions=software_versions(), command=["python", "-m", "dflash_nb.scale", *(argv or sys.argv[1:])])
     print(json.dumps(seen))
     if a.out: Path(a.out).write_text(json.dumps(seen, indent=1))
     return 0

@@ -11,7 +11,6 @@ from dflash_nb.bench import (
     attention_flops,
     bench_step,
     milliseconds,
-    plan_step,
     products,
     random_drafter,
     random_inputs,
@@ -19,7 +18,9 @@ from dflash_nb.bench import (
     step_runner,
 )
 from dflash_nb.config import ConfigError, TrainConfig
-from dflash_nb.peer import bench_peer, main_bench, peer_difference, peer_root
+from dflash_nb.passes import bench_decode, bench_pipeline, bench_target, layer_weights, target_flops
+from dflash_nb.peer import bench_peer, peer_difference, peer_root
+from dflash_nb.speed import PARTS, Session, as_geometry, bench_text, main_bench, read_sweep_option, run_bench
 
 TINY = GEOMETRIES["tiny"] | {"anchors": 4, "row_len": 32}
 
@@ -41,12 +42,6 @@ def test_work_grows_as_it_should():
     assert attention_flops(g | {"heads": 64}, 1) == 2 * attention_flops(g, 1)
 
 
-def test_a_plan_grows_with_the_batch_and_shrinks_with_micro_batches():
-    a, b, c = (plan_step(GEOMETRIES["qwen3_8b"] | {"anchors": n}, m) for n, m in ((256, 4), (512, 4), (512, 2)))
-    assert a["ms"] < b["ms"] < c["ms"] and c["gib"] < b["gib"] and a["gib"] < b["gib"]
-    assert sum(b["gib_parts"].values()) == pytest.approx(b["gib"])
-
-
 def test_a_step_learns_in_micro_batches_and_with_eight_bits():
     for kw in ({}, {"micro_rows": 1}, {"head8": True}):
         row = bench_step(TINY, "eager", steps=3, **kw)
@@ -65,9 +60,63 @@ def test_the_command_stores_what_it_prints(tmp_path, capsys):
     assert main_bench(["--runners", "eager,auto", "--steps", "1", "--rows", "1", "--device", "cpu", "--out", str(out)]) == 0
     seen = json.loads(out.read_text())
     printed = capsys.readouterr().out.splitlines()
-    assert [r["runner"] for r in seen["rows"]] == ["eager", "eager"] and seen["command"][0] == "dflash_bench" and len(printed) == 5
-    with pytest.raises(SystemExit):
-        main_bench(["--geometry", "huge"])
+    assert [r["runner"] for r in seen["runs"][0]["rows"]] == ["eager", "eager"] and seen["command"][0] == "dflash_bench" and len(printed) == 5
+    row = seen["runs"][0]["rows"][0]
+    assert {"ms", "ms_row", "tflops", "share", "over_products", "allocations", "recompiles"} <= set(row) and 0 < row["share"]
+    assert bench_text(seen).splitlines() == printed
+
+
+@pytest.mark.parametrize("words", [["--geometry", "huge"], ["--parts", "all,of"], ["--runners", "fast"], ["--sweep", "width=3"], ["--sweep", "layers=two"], ["--micro-rows", "3"]], ids=str)
+def test_the_command_refuses_in_one_line(words, capsys):
+    assert main_bench([*words, "--device", "cpu"]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_every_part_of_a_preset_runs_small():
+    small = {"row_len": 32, "rows": 1, "anchors": 2, "layers": 1, "depth": 6, "features": 1}
+    for name in ("nano", "qwen3_8b"):
+        g = as_geometry(name, small | ({} if name == "nano" else {"hidden": 64, "mlp": 96, "heads": 4, "kv_heads": 2, "head_dim": 16, "vocab": 500}))
+        rows = [bench_step(g, "eager", steps=1), bench_target(g, steps=1), bench_decode(g, prompt=4, calls=2)]
+        assert [r["part"] for r in rows] == ["drafter", "target", "decode"] and all(r["ms"] > 0 and r["tflops"] > 0 and r["recompiles"] == 0 for r in rows)
+
+
+def test_a_pipeline_is_held_against_its_sides():
+    row = bench_pipeline(TINY | {"layers": 1}, steps=2)
+    assert row["part"] == "pipeline" and not row["apart"] and row["over_slower"] >= row["over_sum"] > 0
+    assert row["ms"] == pytest.approx(row["over_sum"] * (row["target_ms"] + row["drafter_ms"]))
+
+
+def test_a_part_that_fails_is_a_row_and_the_rest_runs(monkeypatch, capsys):
+    def fail(*args, **kw): raise torch.OutOfMemoryError("planted")
+    monkeypatch.setattr("dflash_nb.speed.bench_step", fail)
+    assert main_bench(["--parts", "drafter,target", "--steps", "1", "--device", "cpu"]) == 1
+    out = capsys.readouterr().out
+    assert "planted" in out and "target" in out
+
+
+def test_what_the_limit_leaves_out_is_named(tmp_path):
+    seen = run_bench(("tiny",), PARTS, ("eager",), sweeps={"layers": [1]}, limit=1e-9, out=tmp_path / "b.json")
+    assert not seen["runs"][0]["rows"] and "tiny decode" in seen["left_out"] and "layers 1 drafter" in seen["left_out"]
+    assert "left out" in bench_text(seen) and json.loads((tmp_path / "b.json").read_text())["left_out"] == seen["left_out"]
+
+
+def test_a_sweep_changes_one_number():
+    assert read_sweep_option("anchors=2,4") == ("anchors", [2, 4])
+    seen = run_bench(("tiny",), ("target",), ("eager",), steps=1, sweeps={"row_len": [32, 64]})
+    assert [(r["value"], r["part"]) for r in seen["sweeps"]] == [(32, "drafter"), (32, "target"), (64, "drafter"), (64, "target")]
+    assert seen["sweeps"][0]["shape"] | {"row_len": 64} == seen["sweeps"][2]["shape"]
+
+
+def test_a_row_is_stored_when_it_exists(tmp_path):
+    session = Session("cpu", tmp_path / "s.json", say=lambda text: None)
+    session.row(session.seen["sweeps"], "one", lambda: {"part": "drafter"})
+    assert len(json.loads((tmp_path / "s.json").read_text())["sweeps"]) == 1
+
+
+def test_a_targets_work_grows_with_rows_and_layers_read():
+    g = GEOMETRIES["qwen3_8b"]
+    assert target_flops(g, 4) == 2 * target_flops(g, 2) and target_flops(g | {"depth": 20}, 2) < target_flops(g, 2)
+    assert layer_weights(g) == 192_937_984
 
 
 PEER = pytest.mark.skipif(peer_root() is None, reason="the peer is not installed: pip install --no-deps specforge==0.2.0")
@@ -89,6 +138,6 @@ def test_the_peer_learns_on_our_tensors(capsys):
 
 
 @pytest.mark.skipif(peer_root() is not None, reason="the peer is there")
-def test_a_missing_peer_says_how_to_get_it():
-    with pytest.raises(ConfigError, match="pip install --no-deps specforge"):
-        main_bench(["--runners", "eager", "--steps", "1", "--rows", "1", "--device", "cpu", "--peer", "specforge"])
+def test_a_missing_peer_says_how_to_get_it(capsys):
+    assert main_bench(["--runners", "eager", "--steps", "1", "--rows", "1", "--device", "cpu", "--peer", "specforge"]) == 2
+    assert "pip install --no-deps specforge" in capsys.readouterr().err
