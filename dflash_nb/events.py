@@ -25,7 +25,8 @@ SCHEMA = dict(
     stage="stage: name; phase: start|end|failed; usual: seconds or null (start); elapsed: seconds, error: text (end, failed)",
     step="step (from 1); loss (trained loss), lr, grad_norm, grad_cos (to the step before), noise (strength), sim_tau, accept (list, share "
          "accepted by slot), tokens, target_tok_s, drafter_tok_s, queue (batches ready), queue_size, target_wait, drafter_wait "
-         "(share of time waiting, 0..1), skipped (refused as non-finite?)",
+         "(share of time waiting, 0..1), skipped (refused as non-finite?), shapes (of micro-batches, so far), recompiled (graphs since the warm-up), "
+         "reserved_gb (held by the GPU's allocator)",
     eval="step; loss, sim_tau, walk_tau, tau, tau_ci (low, high), accept (list, by slot)",
     checkpoint="step; path (relative to the run); elapsed: seconds; bytes; best (by tau?)",
     warning="text", exception="type, text, thread, device, step, traceback, cuda (a CUDA error?)",

@@ -200,7 +200,7 @@ class DrafterSide:
         self.optimizer = optimizer or make_optimizer(drafter, cfg, capturable=capture)
         self.probe = NoiseProbe(cfg.noise, cfg.steps, self.device) if cfg.noise.strength else None
         self.autocast = (lambda: torch.autocast(self.device.type, torch.bfloat16)) if cfg.dtype == "bfloat16" else nullcontext
-        self.clock, self.flat, self.runner, self._at = SideClock(self.device), None, None, None
+        self.clock, self.flat, self.runner, self._at, self.shapes = SideClock(self.device), None, None, None, set()
 
     def ready(self): return self.runner or prepare_runner(self)
     def warm_up(self, inputs): self.ready().warm_up(with_noise(self, inputs, 0, 0)); self.probe and self.probe.sent()
@@ -208,6 +208,7 @@ class DrafterSide:
 
     def micro(self, inputs, step, micro):
         "Add one micro-batch's gradient sums; returns its `LossOut`."
+        self.shapes.add((*inputs.feats_RTF.shape, *inputs.blocks.ids_RNB.shape))
         with self.clock(): return self.runner.micro(with_noise(self, inputs, step, micro))
 
     def update(self, out, step) -> dict:

@@ -233,7 +233,13 @@ class _Steps(_Parts):
         self._count(row | self._check_rows(row))
         seconds, tokens = time.perf_counter() - start, self.cfg.token_budget
         extra = {k: v.item() if isinstance(v, torch.Tensor) else v for k, v in self.extra.items()}
-        return row | extra | dict(seconds=seconds, tokens=tokens, tok_s=tokens/seconds) | self.line.flow(seconds)
+        return row | extra | dict(seconds=seconds, tokens=tokens, tok_s=tokens/seconds) | self.line.flow(seconds) | self._standing()
+
+    def _standing(self):
+        "What stands still in a warm run: shapes seen, graphs compiled since the warm-up, GiB that each GPU's allocator holds (the largest)."
+        row = dict(shapes=max(len(s.shapes) for s in self.line.sides), recompiled=sum(s.runner.counts["recompiles"] for s in self.line.sides))
+        held = [torch.cuda.memory_reserved(d)/2**30 for d in {x.device for x in (*self.line.readers, *self.line.sides)} if d.type == "cuda"]
+        return row | (dict(reserved_gb=max(held)) if held else {})
 
     def _check_rows(self, row):
         "Rows that left the loss because the target's hidden states in them are not finite; `why` where no row was left."
