@@ -33,9 +33,9 @@ class Decoded:
     @property
     def tau(self): return sum(self.lengths)/self.calls if self.calls else math.nan
     @property
-    def tokens_per_second(self):
-        spent = self.seconds.get("draft", 0.) + self.seconds.get("target", 0.)
-        return sum(self.lengths)/spent if spent else math.nan
+    def spent(self): return sum(v for k, v in self.seconds.items() if k != "prefill") # seconds after the prefill
+    @property
+    def tokens_per_second(self): return sum(self.lengths)/self.spent if self.spent else math.nan
 
 # %% ../nbs/10_decode.ipynb #10-decode-011
 def position_counts(

@@ -276,6 +276,7 @@ def evaluate(
     num_draft:int=None, # drafts verified a call; None: all that the block holds
     stop_ids=None, # token ids that end the text; default: the target's eos ids
     gap_tolerance:float|str="auto", # logits; auto: 0 in float32, .5 in bfloat16, .1 in float16
+    engine=None, # object with `speculate` and `generate`, such as `Replay(target, drafter)`; None: those of `10_decode`
     progress=None, # called as progress(done, total, row) after each prompt
 )->EvalReport:
     "Decode every prompt with the drafter, compare with plain decoding, and pool."
@@ -283,8 +284,8 @@ def evaluate(
     ids = _all_ids(prompts, target)
     if gap_tolerance == "auto": gap_tolerance = TOLERANCE.get(target.dtype, .5)
     how = dict(max_new_tokens=max_new_tokens, temperature=temperature, stop_ids=stop_ids)
-    fast = _Side(speculate, target, seed, how | dict(drafter=drafter, num_draft=num_draft, io=_io(drafter, target)))
-    plain = _Side(generate, target, seed, how) if check_lossless else None
+    fast = _Side(engine.speculate if engine else speculate, target, seed, how | dict(drafter=drafter, num_draft=num_draft, io=_io(drafter, target)))
+    plain = _Side(engine.generate if engine else generate, target, seed, how) if check_lossless else None
     for side in filter(None, (fast, plain)): side.warm_up(ids[0])
     rows, runs, parts = [], [], []
     for i, prompt in enumerate(ids):
@@ -330,11 +331,10 @@ def _io(drafter, target):
 
 def _row(i, prompt, by, run, ref, identical):
     "Row of the table: one prompt."
-    seconds = lambda r: r.seconds.get("draft", 0.) + r.seconds.get("target", 0.)
     kind = prompt.get(by) if isinstance(prompt, dict) else None
     return dict(prompt=i, kind="all" if kind is None else str(kind), prompt_tokens=run.prompt_len, new_tokens=len(run.ids), emitted=sum(run.lengths),
-                calls=run.calls, tau=run.tau, identical=identical, stopped=run.stopped, lengths=run.lengths, seconds=seconds(run),
-                draft_seconds=run.seconds.get("draft", 0.), plain_emitted=ref and sum(ref.lengths), plain_seconds=ref and seconds(ref))
+                calls=run.calls, tau=run.tau, identical=identical, stopped=run.stopped, lengths=run.lengths, seconds=run.spent,
+                draft_seconds=run.seconds.get("draft", 0.), plain_emitted=ref and sum(ref.lengths), plain_seconds=ref and ref.spent)
 
 def _settings(drafter, target, how):
     "What was decoded and how, in plain values."
