@@ -26,7 +26,7 @@ from .evaluate import sim_tau
 from .events import EventLog, holds_run, latest, new_run_dir, read_events, software_versions, write_json
 from .gpus import gpu_memory, wait_for_gpus
 from .optim import nonfinite_gradients
-from .pipeline import Alone, Threads, differing, float32_default, own_modes, place, replicate_drafter, replicate_target
+from .pipeline import Alone, OneProcess, Threads, differing, float32_default, own_modes, place, replicate_drafter, replicate_target
 from .sides import DrafterSide, FeatureCache, TargetSide
 from .target import Target, choose_mask_token, load_target, used_ids
 from .threads import Flag, Stopped, Watchdog, Worker, WorkerError, drop_frames
@@ -115,11 +115,12 @@ class Record:
         go_on = f"; continue with Trainer.from_run({self.run_dir!r}) or dflash_train --resume {shlex.quote(self.run_dir)}" if self.outcome != "finished" else ""
         return f"{head}{best}{skipped}; checkpoint {self.checkpoint or 'none'}{go_on}"
 
-# %% ../nbs/15_trainer.ipynb #15-trainer-012
+# %% ../nbs/15_trainer.ipynb #15-trainer-006
 class _Parts:
     "What a run is made of; nothing is written before `fit`."
-    def __init__(self, target, ds, cfg, run_dir, devices, callbacks, max_skips, stall, drafter):
-        self.target, self.ds, self.run_dir, self.max_skips, self.stall = target, ds, Path(run_dir), max_skips, stall
+    def __init__(self, target, ds, cfg, run_dir, devices, callbacks, max_skips, stall, drafter, group):
+        self.target, self.ds, self.home, self.max_skips, self.stall, self.group = target, ds, Path(run_dir), max_skips, stall, group or OneProcess()
+        self.run_dir = self.group.folder(self.home)
         self.placement = place(target, devices)
         self.device = self.placement.lead
         cfg = start_config(cfg, drafter, target)
@@ -138,7 +139,8 @@ class _Parts:
         self.copied = copy_target_layers(self.drafter, target) if cfg.init == "target" else None
         self.line = build_pipeline(self)
         self.optimizer = self.line.lead.optimizer
-        self.callbacks = in_order([HistoryCB(), EvalCB(), CheckpointCB(), EventsCB(), WidgetCB(), *([StartCB()] if drafter else [])], callbacks)
+        faces = [WidgetCB()] if self.group.rank == 0 else []  # one screen for all processes
+        self.callbacks = in_order([HistoryCB(), EvalCB(), CheckpointCB(), EventsCB(), *faces, *([StartCB()] if drafter else [])], callbacks)
         self.step, self.last, self.extra, self.best, self.skipped, self.skips_in_a_row = 0, {}, {}, None, 0, 0
         self.stage, self.log, self.record, self.notes, self.resumed, self.saved, self.dog = "start", None, None, [], False, None, None
         self._stop, self._paused, self._want, self._ready = (Flag() for _ in range(4))
@@ -192,7 +194,7 @@ class StartCB(Callback):
         trainer.checkpoint()
         trainer.last = {}
 
-# %% ../nbs/15_trainer.ipynb #15-trainer-006
+# %% ../nbs/15_trainer.ipynb #15-trainer-012
 def build_pipeline(
     t,  # Trainer in the making
 ):
@@ -204,7 +206,7 @@ def build_pipeline(
     readers = [TargetSide(targets[n], cfg, kept[n]) for n in names]
     drafters = [t.drafter, *(replicate_drafter(t.drafter, n) for n in places.drafter[1:])]
     sides = [DrafterSide(d, own_head(t.target, d).io(n), cfg, index=i, on_fallback=lambda *a, n=n: note_fallback(t, n, *a)) for i, (d, n) in enumerate(zip(drafters, places.drafter))]
-    return (Threads if places.threads else Alone)(readers, sides, t.packed, cfg)
+    return (Threads if places.threads else Alone)(readers, sides, t.packed, cfg, group=t.group)
 
 def note_runners(t):
     "What runs each drafter's step, for the events, the status and the report."
@@ -231,6 +233,7 @@ class _Steps(_Parts):
             with self.line.open_gradients(): self.run_callbacks("before_update")
         row = dict(step=self.step + 1) | self.line.update(self.step)
         self._count(row | self._check_rows(row))
+        if row["step"] % self.cfg.checkpoint_every == 0: self._same_weights(row["step"])
         seconds, tokens = time.perf_counter() - start, self.cfg.token_budget
         extra = {k: v.item() if isinstance(v, torch.Tensor) else v for k, v in self.extra.items()}
         return row | extra | dict(seconds=seconds, tokens=tokens, tok_s=tokens/seconds) | self.line.flow(seconds) | self._standing()
@@ -251,6 +254,10 @@ class _Steps(_Parts):
             self.log.warning(f"step {row['step']}: {row['bad_rows']} rows skipped, the target's hidden states in them are not finite", rows=guard.rows[before:], step=row["step"])
         return dict(why=why)
 
+    def _same_weights(self, step):
+        "Before a checkpoint that all agree on: every process must hold the same bits."
+        if self.group.size > 1: self.group.same(weights=f"step {step}, {drafter_hash(self.drafter)}")
+
     def _count(self, row):
         "Count refused steps and name what was refused."
         self.skips_in_a_row = self.skips_in_a_row + 1 if row["skipped"] else 0
@@ -268,9 +275,11 @@ class _Run(_Steps):
     "The run around the steps: directory, requests at step edges, checkpoints."
     def _open(self):
         "Make or reopen the run directory and start an attempt in the event log."
-        if not self.resumed: store_run(self)
+        self.group.same(config=self.cfg.hash(), data=self.data_id, target=self.target.name, step=self.step, drafters=len(self.line.sides), weights=drafter_hash(self.drafter) if self.group.size > 1 else "")
+        if not self.resumed and self.group.rank == 0: store_run(self)
         self.resumed = True
-        self.log = EventLog(self.run_dir, config=self.cfg, steps=self.cfg.steps, step=self.step, target=self.target.name, devices=self.placement.to_dict())
+        more = dict(processes=self.group.size, rank=self.group.rank) if self.group.size > 1 else {}
+        self.log = EventLog(self.run_dir, config=self.cfg, steps=self.cfg.steps, step=self.step, target=self.target.name, devices=self.placement.to_dict(), **more)
         for text in self.notes: self.log.warning(text)
         if self.started_from and self.saved is None: self.checkpoint()
         self.dog = self.line.dog = Watchdog(self.stall, self._stalled)
@@ -287,13 +296,26 @@ class _Run(_Steps):
         self._look()
         self._gauge()
         if self._paused.is_set(): self._wait_paused()
+        self._meet()
         if self._stop.is_set(): self.log.stop(self._reason)
         return self.step < self.cfg.steps and not self._stop.is_set()
 
+    def _meet(self):
+        "What any process was asked for, all do at the same step edge."
+        if self.group.size == 1: return
+        self.dog.quiet()  # for as long as the slowest process needs; the group watches who is gone
+        reason, want = self.group.agree(self._reason or "stop" if self._stop.is_set() else "", self._want.is_set())
+        self.dog.beat("between steps")
+        if reason: self._reason = reason; self._stop.set()
+        self._want.clear()
+        if want: self.checkpoint()
+
     def _gauge(self):
         "Memory of each GPU and the counts of the runners, at most once a second."
+        self.group.tell(step=self.step, stage=self.stage, tok_s=self.last.get("drafter_tok_s"))
         if not self.ran or time.monotonic() - self._gauged < 1: return
         self._gauged = time.monotonic()
+        if self.group.size > 1: self.log.gauge(processes=self.group.table())
         counts = [s.runner.counts for s in self.line.sides]
         self.ran["counts"] = {k: sum(c[k] for c in counts) for k in counts[0]}
         self.log.gauge(devices=gpu_memory(self.placement.target + self.placement.drafter), graphs=self.ran["counts"]["captures"],
@@ -313,7 +335,7 @@ class _Run(_Steps):
             self._said_beat = True
             self.log.warning(f"thread dflash-heartbeat: {type(e).__name__}: {e}; the status may look stale while the run lives")
         for what in self.log.take_asked(): dict(stop=lambda: self.stop("asked by another process"), pause=self.pause, unpause=self.unpause, checkpoint=self._want.set)[what]()
-        if self._want.is_set():
+        if self._want.is_set() and self.group.size == 1:
             self._want.clear()
             self.checkpoint()
 
@@ -379,6 +401,7 @@ class _Session(_Run):
 
     def _failed(self, e):
         "Log the failure; the error to raise, with step, rows, device and thread."
+        self.group.fail(e)
         here = isinstance(e, WorkerError)
         thread, device, step, cause = (e.thread, e.device, e.step, e.__cause__) if here else (threading.current_thread().name, str(self.device), None, e)
         step, error = self.step if step is None else step, e
@@ -421,7 +444,7 @@ class _Session(_Run):
             log.close()
         finally: self._thread = None
 
-# %% ../nbs/15_trainer.ipynb #15-trainer-019
+# %% ../nbs/15_trainer.ipynb #15-trainer-017
 def store_run(
     t,  # Trainer
 ):
@@ -440,6 +463,7 @@ def save_checkpoint(
     t,  # Trainer
 ) -> Path | None:
     "Save the run at this step edge; None when another thread asked, then the training thread saves at the next edge."
+    if t.group.rank: return None  # the first process writes for all
     if not t.resumed: raise ConfigError("nothing to checkpoint before fit; save_drafter(trainer.drafter, path) stores the drafter alone")
     if t._thread not in (None, threading.get_ident()): t._want.set(); return None
     if t._thread is None and not t._whole: raise ConfigError(f"run_dir {str(t.run_dir)!r}: the run was left in the middle of a step, whose weights belong to no checkpoint; fit() goes on from the last one")
@@ -450,19 +474,22 @@ def save_checkpoint(
     if t.log: t.log.check()  # a step on disk is a step in the log
     start = time.perf_counter()
     for i in differing(t.line.sides): raise TrainError(f"replica {i} on {t.line.sides[i].device} no longer equals the first one: its device computes other bits; use one kind of GPU, or one drafter")
-    state = dict(config=t.cfg.to_dict(), config_hash=t.cfg.hash(), data=t.data_id, target=t.target.name, batches=t.step, skipped=t.skipped, best=t.best, versions=software_versions())
+    state = dict(config=t.cfg.to_dict(), config_hash=t.cfg.hash(), data=t.data_id, target=t.target.name, batches=t.step, skipped=t.skipped, best=t.best, versions=software_versions(), processes=t.group.size)
     with t.in_stage("checkpoint"): t.saved = save_state(root, t.step, t.drafter, t.optimizer, state, best=best)
     if t.log:
         size = sum(p.stat().st_size for p in t.saved.iterdir())
         t.log.checkpoint(t.step, t.saved.relative_to(t.run_dir), elapsed=time.perf_counter() - start, bytes=size, best=best is not None)
     return t.saved
 
-# %% ../nbs/15_trainer.ipynb #15-trainer-020
+# %% ../nbs/15_trainer.ipynb #15-trainer-019
 def validate(
     t,  # Trainer
 ) -> float:
     "sim_tau on the fixed validation anchors; noted in `last`, the events and, if it is the best so far, in `best`."
-    with t.in_stage("eval"), t.line.lead.autocast(): tau = sim_tau(t.drafter, t.target, _alive(t, t.val))
+    mine = t.val[t.group.rank::t.group.size]
+    with t.in_stage("eval"), t.line.lead.autocast():
+        tau = sim_tau(t.drafter, t.target, _alive(t, mine))
+        tau = t.group.mean(tau, sum(int(b.keep_RN.sum()) for b in mine))
     t.last["sim_tau"] = tau
     if tau == tau and (t.best is None or tau > t.best["sim_tau"]): t.best = dict(step=t.step, sim_tau=tau)
     if t.log: t.log.eval(t.step, sim_tau=tau)
@@ -483,7 +510,7 @@ def run_status(
     if not (t.run_dir/"events.jsonl").exists(): return dict(state="not started", run_dir=str(t.run_dir), step=0, steps=t.cfg.steps)
     return status(t.run_dir)
 
-# %% ../nbs/15_trainer.ipynb #15-trainer-017
+# %% ../nbs/15_trainer.ipynb #15-trainer-020
 def describe(
     t,  # Trainer
 ) -> str:
@@ -495,7 +522,7 @@ def describe(
     asked = cfg | {"target_layer_ids": None} if cfg.target_layer_ids == default_layer_ids(target.num_layers) else cfg
     differs = asked.deviations()
     lines = [f"target {target.name or 'unnamed'} ({target.num_layers} layers, hidden {target.hidden_size}, {str(target.dtype).removeprefix('torch.')}) ; "
-             f"drafter {cfg.num_draft_layers} layers, {t.num_params/1e6:.2f} M parameters, {cfg.attention} attention, {cfg.dtype}; {t.placement}",
+             f"drafter {cfg.num_draft_layers} layers, {t.num_params/1e6:.2f} M parameters, {cfg.attention} attention, {cfg.dtype}; {t.placement}" + (f"; {t.group.size} processes, each with {len(t.line.shard)} of {t.line.micros} micro-batches a step" if t.group.size > 1 else ""),
              f"reads target layers {list(cfg.target_layer_ids)}; mask token {cfg.mask_token_id} {mask!r} ({t.mask_from}); block {cfg.block_size} {cfg.layout}; loss {cfg.loss}, {weight}"
              + (f"; starts from copies of the target's layers {t.copied}" if t.copied else "") + _start_text(t.started_from),
              f"data {len(t.packed.docs):,} documents in {len(t.packed):,} rows of {cfg.row_len} ({t.packed.utilisation:.0%} full); a step: {rows} rows x {cfg.num_anchors} anchors; "
@@ -519,6 +546,7 @@ def continue_run(
     callbacks=(),
     changes: dict | None = None,  # other config fields to change
     step: int | None = None,    # checkpoint to continue from; None: the newest complete one
+    group=None,                 # processes that train together (`dist.processes`); None: this one
 ):
     "Rebuild a trainer from its run directory; raises ConfigError, DataError or CheckpointError when it cannot go on exactly."
     run_dir = Path(run_dir)
@@ -534,8 +562,10 @@ def continue_run(
     if ds.fingerprint() != run["data"]: raise DataError(f"data fingerprint {ds.fingerprint()}, but the run was made with {run['data']}: pass the same dataset, or start a new run_dir")
     if devices == "auto" and target is None: devices = run["devices"]
     if target is None: target = load_target(run["target"]["name"], device=_home(devices), dtype=run["target"]["dtype"])
-    t = cls(target, ds, cfg, run_dir, devices, callbacks, max_skips=run["max_skips"], drafter=drafter, _resume=True)
+    t = cls(target, ds, cfg, run_dir, devices, callbacks, max_skips=run["max_skips"], drafter=drafter, group=group, _resume=True)
     if drafter: t.started_from = run["drafter"]
+    before = saved.state.get("processes", 1) if saved else t.group.size
+    if before != t.group.size: notes.append(f"processes {before} -> {t.group.size}: gradients are added in another order, so bit-equal results are not promised")
     t.notes += notes + [f"skipped checkpoint {name}: {why}" for name, why in bad.items()]
     if saved is not None:
         with own_modes(t.device): _restore(t, saved)
@@ -567,8 +597,8 @@ def rewind(
     t,  # Trainer
 ):
     "Back to the newest checkpoint of a fit that ended in the middle of a step; raises ConfigError where there is none."
-    if not scan_states(t.run_dir/"checkpoints")[0]: raise ConfigError(f"run_dir {str(t.run_dir)!r}: the run was left in the middle of a step, before its first checkpoint: start it again with Trainer.from_run({str(t.run_dir)!r})")
-    saved = load_state(t.run_dir/"checkpoints")
+    if not scan_states(t.home/"checkpoints")[0]: raise ConfigError(f"run_dir {str(t.home)!r}: the run was left in the middle of a step, before its first checkpoint: start it again with Trainer.from_run({str(t.run_dir)!r})")
+    saved = load_state(t.home/"checkpoints")
     t.rows.clear(); t.last, t.skips_in_a_row = {}, 0
     with own_modes(t.device): _restore(t, saved)
     t._whole = True
@@ -579,7 +609,7 @@ def _restore(t, saved):
     saved.restore(t.drafter, t.optimizer)
     t.step, t.best, t.skipped, t.saved = saved.step, saved.state["best"], saved.state["skipped"], saved.path
     drop = {"t", "kind", "attempt", "v"}
-    rows = [{k: v for k, v in e.items() if k not in drop} for e in latest(read_events(t.run_dir)) if e["step"] <= saved.step]
+    rows = [{k: v for k, v in e.items() if k not in drop} for e in latest(read_events(t.home)) if e["step"] <= saved.step]
     t.rows.extend(rows)
 
 # %% ../nbs/15_trainer.ipynb #15-trainer-028
@@ -596,12 +626,13 @@ class Trainer(_Session):
         max_skips: int = 3,                    # non-finite steps in a row to refuse before the run stops
         stall: float | None = 120.,            # seconds without a sign of life after which the watchdog reports; None: never
         drafter: Drafter | None = None,        # go on from this one (of `load_drafter`), with the embedding and head that it owns
+        group=None,                            # processes that train together (`dist.processes`); None: this one
         _resume: bool = False,
     ):
         check_parts(target, ds, cfg, drafter)
         path = Path(run_dir)
-        if not _resume and (path.is_file() or holds_run(path)): new_run_dir(path)  # refuses at once
-        with own_modes(target.device), float32_default(): super().__init__(target, ds, cfg, path, devices, callbacks, max_skips, stall, drafter)
+        if not _resume and not (group and group.rank) and (path.is_file() or holds_run(path)): new_run_dir(path)  # refuses at once
+        with own_modes(target.device), float32_default(): super().__init__(target, ds, cfg, path, devices, callbacks, max_skips, stall, drafter, group)
         self.resumed = _resume
 
     def fit(self,
