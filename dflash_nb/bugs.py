@@ -7,7 +7,8 @@ __all__ = ['BUG_KINDS', 'KEPT', 'fill_rows', 'some_rows', 'hook_grouped_batches'
            'read_once', 'micro_with_noise', 'hook_noise_in_target', 'noisy_read', 'noise_in_place',
            'hook_anchor_visible', 'see_anchor', 'bug_data', 'bug_config', 'smoke', 'sized', 'study_folder', 'Setup',
            'run_setups', 'trained', 'late_mean', 'swing', 'thinned', 'hardware', 'records_folder', 'store_study',
-           'load_study', 'store_events', 'recorded_run', 'study_text', 'plot_study', 'harm_text', 'bug_index']
+           'load_study', 'store_events', 'recorded_run', 'store_gpu', 'gpu_record', 'gpu_line', 'study_text',
+           'plot_study', 'harm_text', 'bug_index']
 
 # %% ../nbs/19b_bugs.ipynb #19b-bugs-001
 import functools
@@ -329,6 +330,31 @@ def recorded_run(
     shutil.copy(records_folder()/f"{name}.events.jsonl", path/"events.jsonl")
     return path
 
+# %% ../nbs/19b_bugs.ipynb #19b-bugs-027
+def store_gpu(
+    name:str, # of the notebook
+    harm:str, # in one line
+    **measured, # rows, seconds, ...
+)->Path: # NAME.gpu.json
+    "Keep what a cell has measured on a GPU, with date, card and versions."
+    made = dict(date=str(date.today()), card=torch.cuda.get_device_name(), versions=software_versions() | dict(torch=torch.__version__, cuda=torch.version.cuda), command=f"the cuda cell of nbs/bugs/{name}.ipynb", harm=harm)
+    records_folder().mkdir(parents=True, exist_ok=True)
+    write_json(records_folder()/f"{name}.gpu.json", made | measured)
+    return records_folder()/f"{name}.gpu.json"
+
+def gpu_record(
+    name:str, # of the notebook
+): # dict; None where no GPU run is recorded
+    "What `store_gpu` wrote."
+    path = records_folder()/f"{name}.gpu.json"
+    return json.loads(path.read_text()) if path.exists() else None
+
+def gpu_line(
+    record, # of `gpu_record`, or None
+)->str:
+    "When, on which card and with what a record was made."
+    return f"{record['card']}, {record['date']}, torch {record['versions']['torch']}, CUDA {record['versions']['cuda']}: {record['command']}" if record else "no GPU run is recorded: not measured"
+
 # %% ../nbs/19b_bugs.ipynb #19b-bugs-025
 def study_text(
     ab:Ablation,
@@ -355,25 +381,26 @@ def plot_study(
     draw_differences(right, ab, final)
     return fig
 
-# %% ../nbs/19b_bugs.ipynb #19b-bugs-026
+# %% ../nbs/19b_bugs.ipynb #19b-bugs-031
 def harm_text(
     ab:Ablation,
     metric:str,
     arm:str, # the wrong one
     base:str=None, # the right one; None: the first
 )->str: # "walk_tau 1.50 instead of 1.62: -0.12 [-0.20, -0.04], 5 seeds"
-    "The harm in one line; says so where none was seen."
+    "The harm in one line; where the interval holds zero it says whether that bounds the harm, or whether this budget cannot decide."
     base = base or ab.base
     values, d = ab.values(metric), ab.differences(metric, base)[arm]
     mean = {a: np.mean([np.mean(x) for x in values[a].values()]) for a in (arm, base)}
-    seen = "" if d.differs else f", no harm seen at this scale (a difference of {d.detectable():.2g} would have been)"
+    seen = "" if d.differs else f", {'no harm seen at this scale' if d.detectable() <= .1 * abs(mean[base]) else 'not decided at this scale'} (a difference of {d.detectable():.2g} would have been seen)"
     return f"{metric} {mean[arm]:.3f} instead of {mean[base]:.3f}: {d.mean:+.3f} [{d.low:+.3f}, {d.high:+.3f}], {d.seeds} seeds" + (f" x {d.prompts} prompts" if d.prompts else "") + seen
 
 def bug_index()->list: # dicts: number, bug, harm, guard, spot, seen on, notebook
-    "One row for each record in `data/results/bugs`, by number."
+    "One row for each record in `data/results/bugs`, by number; what a GPU run adds comes last."
     rows = []
-    for path in sorted(records_folder().glob("[0-9]*.json")):
-        f = json.loads(path.read_text())
+    for path in sorted(p for p in records_folder().glob("[0-9]*.json") if not p.name.endswith(".gpu.json")):
+        f, gpu = json.loads(path.read_text()), gpu_record(path.stem)
         harm = f.get("harm") or "; ".join(harm_text(load_study(path.stem)[0], m, f["arm"], f.get("base")) for m in (f["metric"], *f.get("also", ())))
-        rows.append(dict(number=int(path.stem.split("_")[0]), bug=f["title"], harm=harm, guard=f["guard"], spot=f["spot"], seen_on=f"{f['date']}, {f.get('seen_on') or f['hardware']}", notebook=f"{path.stem}.ipynb"))
+        seen_on = f"{f['date']}, {f.get('seen_on') or f['hardware']}" + (f"; {gpu['date']}, {gpu['card']}, torch {gpu['versions']['torch']}" if gpu else "")
+        rows.append(dict(number=int(path.stem.split("_")[0]), bug=f["title"], harm=f"{harm}; {gpu['harm']}" if gpu else harm, guard=f["guard"], spot=f["spot"], seen_on=seen_on, notebook=f"{path.stem}.ipynb"))
     return rows
