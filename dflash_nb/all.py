@@ -36,7 +36,10 @@ from .results import *
 from .store import *
 from .bench import *
 from .scale import *
+from .passes import *
 from .peer import *
+from .plan import *
+from .speed import *
 from .ablate import *
 from .studies import *
 from .export import *
