@@ -9,7 +9,7 @@ __all__ = ['DONE', 'FAILED', 'BAD_INPUT', 'STOPPED', 'EXIT_CODES', 'DEMO', 'run_
 
 # %% ../nbs/30_cli.ipynb #30-cli-001
 import argparse, dataclasses, difflib, json, os, re, shlex, signal, sys, threading, time
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from pathlib import Path
 from .config import ConfigError, DataError, DflashError, NoiseConfig, TrainConfig, load_config
 
@@ -208,15 +208,15 @@ def _train_config(args) -> TrainConfig:
     return base | given_config(args)
 
 # %% ../nbs/30_cli.ipynb #30-cli-024
-def _new_trainer(args):
+def _new_trainer(args, group=None):
     "Build a trainer for a new run from the options."
     cfg = _train_config(args)
     max_length = read_value(args.max_length) if args.max_length else None
     if not (max_length is None or isinstance(max_length, int)): raise ConfigError(f"max_length={args.max_length!r}: give tokens as a whole number, or none")
-    run_dir = Path(args.run_dir) if args.run_dir else free_run_dir()
+    run_dir = Path(_told(group, str(args.run_dir or free_run_dir())))
     if args.data: args.data = _check_path("--data", args.data)
     if args.drafter and not Path(args.drafter).is_dir(): raise DataError(f"--drafter {args.drafter!r}: no such folder; give a drafter folder or a run directory")
-    _check_run_dir(run_dir)
+    if not group or group.rank == 0: _check_run_dir(run_dir)
     with stage("importing torch and transformers"):
         from dflash_nb.checkpoint import load_drafter
         from dflash_nb.data import encode_chats, load_chats
@@ -234,9 +234,9 @@ def _new_trainer(args):
     start_config(cfg, drafter, target)  # contradictions are refused before the chats are encoded
     with stage(f"encoding {len(rows)} chats"): ds = encode_chats(rows, target, max_length=max_length)
     print(ds.report, flush=True)
-    return Trainer(target, ds, cfg, run_dir=run_dir, devices=places, drafter=drafter)
+    return Trainer(target, ds, cfg, run_dir=run_dir, devices=places, drafter=drafter, group=group)
 
-def _resumed_trainer(args):
+def _resumed_trainer(args, group=None):
     "Build the trainer of an existing run; the run fixes target and data."
     for name in ("target", "data", "run_dir", "max_length", "config", "drafter"):
         if getattr(args, name) is not None: raise ConfigError(f"--{name} {getattr(args, name)!r} beside --resume: the run in {args.resume!r} fixes it; leave it out")
@@ -247,7 +247,7 @@ def _resumed_trainer(args):
         from dflash_nb.trainer import Trainer
         _quiet()
     with stage(f"reading run {args.resume}"):
-        return Trainer.from_run(args.resume, changes=changes, devices="auto" if args.device == "auto" and args.devices is None else _places(args)[1])
+        return Trainer.from_run(args.resume, changes=changes, devices="auto" if args.device == "auto" and args.devices is None else _places(args)[1], group=group)
 
 # %% ../nbs/30_cli.ipynb #30-cli-029
 def expected_seconds(
@@ -278,6 +278,34 @@ def _preflight(args, trainer):
     with stage("preflight: overfit, export, load, decode"):
         preflight(trainer.target, trainer.ds, trainer.cfg, on_fail="warn" if args.preflight == "warn" else "refuse", drafter=trainer.drafter if trainer.started_from else None)
 
+# %% ../nbs/30_cli.ipynb #30-cli-038
+def _several() -> bool: return int(os.environ.get("WORLD_SIZE", 1)) > 1
+
+@contextmanager
+def _started_together():
+    "The processes of one `torchrun`, or None for a process alone; only the first one prints."
+    if not _several(): yield None; return
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a connection that breaks is reported once, by name
+    with open(os.devnull, "w") as nobody, redirect_stdout(nobody) if os.environ.get("RANK", "0") != "0" else nullcontext():
+        with stage("importing torch and meeting the other processes"): from dflash_nb.dist import processes
+        with processes() as group: yield group
+
+def _told(group, value): return group.share(value) if group else value
+
+def _goes_on(args, group):
+    "With `torchrun --max-restarts` the same command continues the run that it began."
+    begun = args.run_dir and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) and (Path(args.run_dir)/"run.json").exists()
+    if not _told(group, bool(begun)): return
+    args.resume, args.demo = args.run_dir, False
+    for name in ("target", "data", "run_dir", "max_length", "config", "drafter"): setattr(args, name, None)
+
+def _main():
+    "This module as a program, for `torchrun -m`: an orderly stop is no failure there, or it would be started again."
+    code = dflash_train()
+    for f in (sys.stdout, sys.stderr): f.flush()
+    if _several(): os._exit(DONE if code == STOPPED and "TORCHELASTIC_RUN_ID" in os.environ else code)  # a broken group may never end
+    raise SystemExit(code)
+
 # %% ../nbs/30_cli.ipynb #30-cli-034
 def dflash_train(
     argv=None,  # list of strings; None: the command line
@@ -287,19 +315,22 @@ def dflash_train(
     args = train_parser().parse_args(argv)
     trainer = None
     def resumable():
-        run = args.resume or (trainer and trainer.run_dir)
+        run = args.resume or (trainer and trainer.home)
         return f"continue with: dflash_train --resume {shlex.quote(str(run))}" if run and (Path(run)/"run.json").exists() else ""
     def body():
+        with _started_together() as group: return train(group)
+    def train(group):
         nonlocal trainer
+        if group: _goes_on(args, group)
         print(f"dflash_train: {'continuing ' + args.resume if args.resume else 'starting'}", flush=True)
-        trainer = _resumed_trainer(args) if args.resume else _new_trainer(args)
-        _preflight(args, trainer)
+        trainer = _resumed_trainer(args, group) if args.resume else _new_trainer(args, group)
+        if not group or group.rank == 0: _preflight(args, trainer)
         record = trainer.fit()
         code, run = DONE if record.outcome == "finished" else STOPPED, shlex.quote(str(trainer.run_dir))
         print(f"next: dflash_eval {run}    what it did: dflash_status {run}", flush=True)
         if args.json: _last_line(dataclasses.asdict(record) | dict(command="dflash_train", exit_code=code, loss=trainer.last.get("loss"), config_hash=trainer.cfg.hash(), target=trainer.target.name))
         return code
-    return run_command("dflash_train", body, resumable)
+    return run_command("dflash_train" + (f" (rank {os.environ.get('RANK')})" if _several() else ""), body, resumable)
 
 # %% ../nbs/30_cli.ipynb #30-cli-035
 def eval_parser() -> argparse.ArgumentParser:
@@ -401,3 +432,6 @@ def where_next(
     run = Path(folder).parent.parent
     where = f"the run's curve: Trainer.from_run({str(run)!r}).history; more steps: dflash_train --resume {shlex.quote(str(run))} --steps N" if (run/"run.json").exists() else f"train it further: dflash_train --drafter {shlex.quote(str(folder))} --data chats.jsonl"
     return f"next: {where}\n      weakest kind: {weakest['kind']} (tau {weakest['tau'] or float('nan'):.2f}): more such chats, or another gamma, may help most there"
+
+# %% ../nbs/30_cli.ipynb #30-cli-040
+if __name__ == "__main__" and "__file__" in globals(): _main()
