@@ -5,30 +5,32 @@
 # %% auto #0
 __all__ = ['SHARED', 'ANCHORS', 'share_key', 'SharedReader', 'ArmRun', 'open_run', 'save_run', 'append_row', 'read_rows',
            'fan_out', 'Sweep', 'group_runs', 'free_bytes', 'take_round', 'common_step', 'train_group', 'train_round',
-           'Looks', 'fail_run', 'sweep_step', 'budget_steps', 'step_seconds', 'plan_sweep', 'ablate', 'run_sweep',
-           'open_sweep', 'rebuild_plan', 'sweep_line', 'sweep_progress', 'read_sweep', 'arm_trainer', 'find_lr']
+           'put_off', 'Looks', 'fail_run', 'sweep_step', 'publish', 'budget_steps', 'step_seconds', 'plan_sweep',
+           'ablate', 'run_sweep', 'start_sweep', 'where_runs_stand', 'SweepRun', 'open_sweep', 'rebuild_plan',
+           'read_sweep', 'arm_trainer', 'find_lr']
 
 # %% ../nbs/18_ablate.ipynb #18-ablate-001
-import hashlib, json, math, queue, re, shutil, tempfile, threading, time
-from contextlib import contextmanager, suppress
+import asyncio, hashlib, json, math, queue, re, shutil, tempfile, threading, time
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 import torch
 from .arms import Arm, Plan, arm_name, plan_arms, with_delta
-from .callbacks import progress_mode
 from .checkpoint import load_state, save_drafter, save_state, scan_states
 from .config import ConfigError, DataError, TrainConfig, resolve
 from .data import Dataset, batch_at, pack, validation_blocks
 from .drafter import Drafter, copy_target_layers, own_head
 from .evaluate import evaluate, sim_tau, walk_tau
-from .events import EventLog, EventsLost, RunDirError, holds_run, software_versions, write_json
+from .events import EventLog, EventsLost, RunDirError, exception_fields, holds_run, software_versions, write_json
 from .losses import combine, needs_teacher
 from .optim import LRRange, lr_range
 from .pipeline import own_modes, replicate_target, step_metrics
+from .progress import RunNow, SweepFace, steps_done, sweep_table
 from .results import Ablation, folder_name, tidy_rows
 from .sides import DrafterSide, FeatureCache, TargetSide, make_inputs
+from .status import sweep_lines
 from .target import choose_mask_token, load_target
-from .threads import Pool
+from .threads import Pool, Worker
 from .trainer import Trainer, interrupts, store_data, stored_data
 
 # %% ../nbs/18_ablate.ipynb #18-ablate-007
@@ -73,6 +75,7 @@ class ArmRun:
         self.cfg = arm.at(seed) | dict(steps=steps)
         self.path = Path(root)/"arms"/folder_name(arm.name)/f"seed-{seed}"
         self.side, self.outs, self.row, self.skips, self.warm = None, [], {}, 0, False
+        self.now = RunNow(arm.name, seed, steps)
 
     @property
     def name(self): return f"{self.arm.name}, seed {self.seed}"
@@ -149,10 +152,10 @@ def fan_out(
     for r in live:
         try: r.row = _finish_step(r, step)
         except Exception as e: fail(r, e)
-    if reader.device.type == "cuda": torch.cuda.synchronize(reader.device)  # the clocks are read
+    if reader.device.type == "cuda": torch.cuda.current_stream(reader.device).synchronize()  # the clocks are read
     seconds, wall = reader.clock.take(), time.perf_counter() - start
     for r in runs:
-        if r.row: r.row |= dict(target_s=seconds, drafter_s=r.side.clock.take(), target_share=seconds / len(runs), wall_share=wall / len(runs))
+        if r.row: r.row |= dict(target_s=seconds, drafter_s=r.side.clock.take(), target_share=seconds / len(runs), wall_share=wall / len(runs), round_s=wall)
 
 # %% ../nbs/18_ablate.ipynb #18-ablate-017
 def _anchor_key(cfg): return tuple(getattr(cfg, k) for k in ANCHORS[:2])
@@ -192,7 +195,8 @@ class Sweep:
     devices: tuple
     options: dict # max_new_tokens, walk_docs, max_drafters, features
     log: object = None
-    done: int = 0 # optimizer steps of all runs
+    began: tuple = (0.0, 0) # when training began, with how many steps done
+    told: float = 0.0 # when the table was published last
     stopping: threading.Event = field(default_factory=threading.Event)
     lock: object = field(default_factory=threading.RLock)
 
@@ -200,6 +204,13 @@ class Sweep:
         self.runs = [ArmRun(a, s, self.steps[a.name], self.path) for s in self.seeds for a in self.plan.arms]
     @property
     def total(self): return sum(r.steps for r in self.runs)
+    @property
+    def done(self): return steps_done(r.now for r in self.runs)
+    @property
+    def rate(self): return (self.done - self.began[1]) / max(time.perf_counter() - self.began[0], 1e-9)
+    def stop(self, reason="stop() was called"):
+        if self.log: self.log.stop(reason)
+        self.stopping.set()
     def groups(self): return group_runs(self.runs)
     def result(self): return read_sweep(self.path, self)
 
@@ -216,7 +227,7 @@ def free_bytes(
     device,
 )->float: # bytes; inf where it cannot be known
     "Memory that a device has left."
-    if torch.device(device).type == "cuda": return torch.cuda.mem_get_info(device)[0]
+    if torch.device(device).type == "cuda": return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     try: return 1024 * int(re.search(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text())[1])
     except (OSError, TypeError): return math.inf
 
@@ -234,6 +245,7 @@ def take_round(
         run = waiting.pop(0)
         try: taken.append(run.open(target, device, step))
         except Exception as e: fail_run(sweep, run, e); continue
+        if sweep.log: run.side._on_fallback = lambda was, runs, why, run=run: sweep.log.fallback(device, was, runs, f"{run.name}: {why}")
         room -= run.bytes
     return taken
 
@@ -266,7 +278,7 @@ def train_group(
     looks = Looks(sweep, reader, val)
     for step, waiting in common_step(todo):
         while waiting and not sweep.stopping.is_set():
-            train_round(sweep, reader, take_round(sweep, waiting, target, device, step), packed, looks, step)
+            train_round(sweep, reader, take_round(sweep, waiting, target, device, step), packed, looks, step, waiting)
 
 def train_round(
     sweep:Sweep,
@@ -275,10 +287,16 @@ def train_round(
     packed, # rows
     looks, # `Looks`
     step:int, # optimizer steps done
+    waiting:list, # runs of the next round; one that finds no memory at its first step joins them, unless it is alone
 ):
     "Step by step until the last of the runs has ended or a stop is asked for."
-    live = list(runs)
-    def fail(r, e): live.remove(r); fail_run(sweep, r, e)
+    live, first = list(runs), step
+    def fail(r, e):
+        live.remove(r)
+        if isinstance(e, torch.OutOfMemoryError) and step == first and live: put_off(r, waiting)
+        else: fail_run(sweep, r, e)
+    for r in runs: r.now.state, r.now.step = "running", step
+    publish(sweep)
     while live and not sweep.stopping.is_set():
         fan_out(reader, list(live), packed, step, fail)
         step += 1
@@ -289,8 +307,18 @@ def train_round(
         sweep_step(sweep, [r for r in runs if r.row])
         for r in live:
             if step % r.cfg.checkpoint_every == 0: save_run(r, step)
-    for r in live: save_run(r, step)
+    for r in live: save_run(r, step); r.now.state = "stopped"
     for r in runs: r.close()
+
+def put_off(
+    run:ArmRun,
+    waiting:list,
+):
+    "Free a run and let it wait for the next round."
+    run.close()
+    run.now.state, run.row = "waiting", {}
+    waiting.append(run)
+    torch.cuda.empty_cache()
 
 # %% ../nbs/18_ablate.ipynb #18-ablate-025
 class Looks:
@@ -303,6 +331,8 @@ class Looks:
         every = run.cfg.eval_every if run.cfg.eval_every != "auto" else max(1, run.steps // 10)
         if step % every == 0 or step == run.steps: run.row |= self.scores(run)
         append_row(run.path/"rows.jsonl", run.row)
+        run.now.step, run.now.pace = step, run.row["round_s"]
+        run.now.scores |= {k: run.row[k] for k in ("loss", "sim_tau") if k in run.row}
         if step == run.steps: self.finish(run)
 
     def scores(self, run):
@@ -321,6 +351,8 @@ class Looks:
     def finish(self, run):
         "Decode, keep the drafter, write the result last."
         o, result = self.sweep.options, {}
+        run.now.state = "decoding"
+        publish(self.sweep)
         if self.sweep.prompts:
             report = evaluate(run.side.drafter, self.reader.target, self.sweep.prompts, o["max_new_tokens"], check_lossless=False, seed=run.seed)
             result = dict(tau=report.tau, accept=[v for v in report.per_position if v == v],
@@ -328,6 +360,8 @@ class Looks:
         save_drafter(run.side.drafter, run.path/"drafter")
         write_json(run.path/"result.json", result | dict(arm=run.arm.name, seed=run.seed, steps=run.steps))
         shutil.rmtree(run.path/"checkpoints", ignore_errors=True)
+        run.now.state, run.now.scores = "done", run.now.scores | {k: result[k] for k in ("tau",) if k in result}
+        publish(self.sweep)
         if self.sweep.log: self.sweep.log.eval(self.sweep.done, arm=run.arm.name, seed=run.seed, **{k: result[k] for k in ("tau", "accept") if k in result}, **{k: run.row[k] for k in ("loss", "sim_tau", "walk_tau") if k in run.row})
 
 # %% ../nbs/18_ablate.ipynb #18-ablate-026
@@ -339,8 +373,12 @@ def fail_run(
     "Record a failed run; the sweep goes on without it."
     step = run.row.get("step") or (read_rows(run.path/"rows.jsonl") or [dict(step=0)])[-1]["step"] + 1
     run.path.mkdir(parents=True, exist_ok=True)
-    write_json(run.path/"failed.json", dict(arm=run.arm.name, seed=run.seed, step=step, error=f"{type(e).__name__}: {e}"))
-    if sweep.log: sweep.log.exception(e, step=sweep.done, device=str(run.side.device) if run.side else None)
+    error = f"{type(e).__name__}: {e}"
+    write_json(run.path/"failed.json", dict(arm=run.arm.name, seed=run.seed, step=step, error=error))
+    run.now.state, run.now.step, run.now.error = "failed", step, error[:500]
+    where = dict(arm=run.arm.name, seed=run.seed, step=step, device=str(run.side.device) if run.side else None, thread=threading.current_thread().name)
+    if sweep.log: sweep.log.emit("exception", **where, **exception_fields(e))
+    publish(sweep)
     run.close()
 
 def sweep_step(
@@ -349,15 +387,22 @@ def sweep_step(
 ):
     "Tell the events of the sweep what happened, and obey what was asked of it."
     with sweep.lock:
-        sweep.done += len(runs)
         if not sweep.log or not runs: return
-        row = runs[0].row
-        sweep.log.step(sweep.done, tokens=sum(r.row["tokens"] for r in runs), seconds=sum(r.row["wall_share"] for r in runs),
-                       arm_step=row["step"], seed=runs[0].seed, arms={r.arm.name: r.row["loss"] for r in runs})
-        sweep.log.gauge(sweep=dict(runs=len(sweep.runs), seed=runs[0].seed, step=row["step"], arms={r.arm.name: r.row["loss"] for r in runs}))
+        row, scores = runs[0].row, {r.arm.name: r.row["sim_tau"] for r in runs if "sim_tau" in r.row}
+        sweep.log.step(sweep.done, tokens=sum(r.row["tokens"] for r in runs), seconds=sum(r.row["wall_share"] for r in runs), arm_step=row["step"], seed=runs[0].seed,
+                       arms={r.arm.name: r.row["loss"] for r in runs}, **(dict(arms_sim_tau=scores) if scores else {}))
+        if time.perf_counter() - sweep.told > 0.25: publish(sweep)
         sweep.log.check()
         for what in sweep.log.take_asked():
-            if what == "stop": sweep.log.stop("asked by another process"); sweep.stopping.set()
+            if what == "stop": sweep.stop("asked by another process")
+
+def publish(
+    sweep:Sweep,
+):
+    "Put the table of runs into the sweep's next heartbeat, where every face finds it."
+    with sweep.lock:
+        sweep.told = time.perf_counter()
+        if sweep.log: sweep.log.gauge(sweep=sweep_table([r.now for r in sweep.runs], sweep.rate))
 
 # %% ../nbs/18_ablate.ipynb #18-ablate-029
 def budget_steps(
@@ -393,7 +438,7 @@ def step_seconds(
             took.append(time.perf_counter() - start)
     return min(took[2:])
 
-# %% ../nbs/18_ablate.ipynb #18-ablate-033
+# %% ../nbs/18_ablate.ipynb #18-ablate-030
 def plan_sweep(
     target, ds, cfg, grid, seeds=3, budget="steps", sweep_dir="runs/sweep", prompts=None, holdout=16, max_new_tokens=64, walk_docs=8,
     devices="auto", max_drafters="auto", features=None, twin=None, resume=False,
@@ -408,7 +453,7 @@ def plan_sweep(
     if prompts is None: prompts = [dict(input_ids=ids.tolist(), loss_mask=mask.tolist(), kind=kept.meta[i].get("kind")) for i, (ids, mask) in enumerate(map(kept.doc, range(len(kept))))]
     mask, _ = choose_mask_token(target, cfg.mask_token_id, train.ids)
     plan = plan_arms(cfg, grid, lambda c: resolve(c | dict(mask_token_id=mask), target, torch.device(names[0]).type), twin)
-    for a in plan.arms: pack(train.split(a.cfg.val_share, a.cfg.seed)[0], a.cfg.row_len)
+    for share, seed, row_len in {(a.cfg.val_share, a.cfg.seed, a.cfg.row_len) for a in plan.arms}: pack(train.split(share, seed)[0], row_len)
     wanted = dict(target=target.name, dtype=str(target.dtype).removeprefix("torch."), data=train.fingerprint(), prompts=_digest(prompts), seeds=list(seeds), budget=budget if isinstance(budget, str) else list(budget),
                   max_new_tokens=max_new_tokens, walk_docs=walk_docs, base=cfg.to_dict(),
                   arms=[dict(name=a.name, delta=a.delta, hash=a.hash, shift=a.shift) for a in plan.arms], collapsed=[list(c) for c in plan.collapsed])
@@ -416,22 +461,27 @@ def plan_sweep(
     if features is None: features = lambda *_: None
     return Sweep(target, train, kept, list(prompts), plan, seeds, steps, path, names, dict(max_new_tokens=max_new_tokens, walk_docs=walk_docs, max_drafters=max_drafters, features=features))
 
-# %% ../nbs/18_ablate.ipynb #18-ablate-030
+# %% ../nbs/18_ablate.ipynb #18-ablate-033
 def _digest(x):
     "12 hex digits of plain values."
     return hashlib.sha256(json.dumps(x, sort_keys=True, default=str).encode()).hexdigest()[:12]
+
+def refuse_taken(path, resume):
+    "Raise `RunDirError` for a folder that holds a run, or a sweep that is not to be resumed."
+    if (path/"sweep.json").exists():
+        if not resume: raise RunDirError(f"sweep_dir {str(path)!r} already holds a sweep: go on with resume=True (command: --resume), give another folder, or delete it")
+    elif holds_run(path): raise RunDirError(f"sweep_dir {str(path)!r} holds a run: give another folder")
 
 def _claim(path, wanted, resume, steps):
     "Write sweep.json of a new folder, or compare with the one that is there; returns the steps of each arm."
     file = path/"sweep.json"
     plain = json.loads(json.dumps(wanted))
+    refuse_taken(path, resume)
     if file.exists():
         old = json.loads(file.read_text())
-        if not resume: raise RunDirError(f"sweep_dir {str(path)!r} already holds a sweep: go on with resume=True (command: --resume), give another folder, or delete it")
         differ = [k for k in plain if old["plan"].get(k) != plain[k]]
         if differ: raise ConfigError(f"sweep_dir {str(path)!r} holds another sweep: {', '.join(differ)} differ{'s' * (len(differ) == 1)}; give the same arguments, or another folder")
         return old["steps"]
-    if holds_run(path): raise RunDirError(f"sweep_dir {str(path)!r} holds a run: give another folder")
     path.mkdir(parents=True, exist_ok=True)
     counts = steps()
     write_json(file, dict(plan=plain, steps=counts, versions=software_versions()))
@@ -456,12 +506,17 @@ def ablate(
     features=None, # where features are kept, e.g. `disk_features(folder)`; None: memory, as cfg.feature_cache says
     twin:str=None, # adds an arm of that name: the base with other seeds, which no test should call different
     resume:bool=False, # go on with the sweep in `sweep_dir`?
-    show:str="auto", # progress: auto, bar, lines or off
+    show:str="auto", # progress: auto (the live view in a notebook), widget, bar, lines or off
+    block:bool=True, # wait for the end? Else return a `SweepRun` at once
 )->Ablation:
     "Train every arm with every seed, fed by shared target passes; returns what was measured, also after a stop."
-    sweep = plan_sweep(target, ds, cfg, grid or {}, seeds, budget, sweep_dir, prompts, holdout, max_new_tokens, walk_docs, devices, max_drafters, features, twin, resume)
-    if not (sweep.path/"prompts.json").exists(): _store(sweep)
-    return run_sweep(sweep, show)
+    refuse_taken(Path(sweep_dir), resume)
+    face = SweepFace(sweep_dir, show, blocks=block)
+    try:
+        sweep = plan_sweep(target, ds, cfg, grid or {}, seeds, budget, sweep_dir, prompts, holdout, max_new_tokens, walk_docs, devices, max_drafters, features, twin, resume)
+        if not (sweep.path/"prompts.json").exists(): _store(sweep)
+        return start_sweep(sweep, face, block)
+    except BaseException: face.close(); raise
 
 def _store(sweep):
     "What a process needs that goes on with the sweep: data, held-out documents, prompts."
@@ -473,19 +528,56 @@ def _store(sweep):
 # %% ../nbs/18_ablate.ipynb #18-ablate-037
 def run_sweep(
     sweep:Sweep,
-    show:str="auto", # auto, bar, lines or off
+    show:str="auto", # as for `ablate`
+    block:bool=True, # wait for the end? Else return a `SweepRun` at once
 )->Ablation:
     "Train what is not finished yet; Ctrl-C, SIGTERM or `ask(dir, 'stop')` end at a step edge with checkpoints."
-    sweep.done = sum(r.steps if r.ended else max(r.saved_steps(), default=0) for r in sweep.runs)
-    log = sweep.log = EventLog(sweep.path, config=sweep.plan.arms[0].cfg, steps=sweep.total, step=sweep.done, target=sweep.target.name, devices=list(sweep.devices),
-                               arms=[a.name for a in sweep.plan.arms], seeds=list(sweep.seeds))
-    outcome = "failed"
-    def stop(reason): log.stop(reason); sweep.stopping.set()
+    face = SweepFace(sweep.path, show, blocks=block)
+    try: return start_sweep(sweep, face, block)
+    except BaseException: face.close(); raise
+
+def start_sweep(
+    sweep:Sweep,
+    face:SweepFace, # closed at the end
+    block:bool,
+):
+    "Open the events, then train here or in a thread."
+    where_runs_stand(sweep)
+    sweep.began = time.perf_counter(), sweep.done
+    sweep.log = EventLog(sweep.path, config=sweep.plan.arms[0].cfg, steps=sweep.total, step=sweep.done, target=sweep.target.name, devices=list(sweep.devices),
+                         arms=[a.name for a in sweep.plan.arms], seeds=list(sweep.seeds))
+    publish(sweep)
+    sweep.log.beat()
+    title = f"sweep {sweep.path}: {len(sweep.plan.arms)} arms x {len(sweep.seeds)} seeds, {sweep.total} run steps on {', '.join(sweep.devices)}\n{sweep.plan}"
+    face.begin([r.now for r in sweep.runs], title, sweep.stop)
+    return _train(sweep, face) if block else SweepRun(sweep, face)
+
+def where_runs_stand(
+    sweep:Sweep,
+):
+    "State, step and scores of every run, from its files."
+    for r in sweep.runs:
+        done, failed, rows = _read_json(r.path/"result.json"), _read_json(r.path/"failed.json"), read_rows(r.path/"rows.jsonl")
+        r.now.scores = {k: row[k] for row in rows for k in ("loss", "sim_tau") if k in row}
+        if done: r.now.state, r.now.step = "done", r.steps; r.now.scores |= {k: done[k] for k in ("tau",) if k in done}
+        elif failed: r.now.state, r.now.step, r.now.error = "failed", failed["step"], failed["error"][:500]
+    for group in sweep.groups():
+        for step, runs in common_step([r for r in group if not r.now.over]):
+            for r in runs: r.now.state, r.now.step = "waiting", step
+
+# %% ../nbs/18_ablate.ipynb #18-ablate-038
+def _train(sweep, face):
+    "Serve all groups; the end is in the events whatever happens."
+    log, outcome = sweep.log, "failed"
     try:
-        with interrupts(stop), sweep_progress(sweep, show), log.stage("sweep"): _serve(sweep)
+        with interrupts(sweep.stop), log.stage("sweep"): _serve(sweep)
         outcome = "stopped" if sweep.stopping.is_set() else "finished"
     except BaseException as e: log.exception(e); raise
-    finally: log.end(outcome, step=sweep.done); log.close()
+    finally:
+        publish(sweep)
+        log.end(outcome, step=sweep.done); log.close()
+        face.outcome = outcome
+        face.close()
     return sweep.result()
 
 # %% ../nbs/18_ablate.ipynb #18-ablate-052
@@ -509,6 +601,36 @@ def _serve(sweep):
     try: pool.run([(pool.start(f"dflash-sweep{i}:{d}", d, lambda d=d: own_modes(d, True)), work, d) for i, d in enumerate(sweep.devices)])
     except BaseException: sweep.stopping.set(); raise
     finally: pool.close(60)
+
+# %% ../nbs/18_ablate.ipynb #18-ablate-058
+class SweepRun:
+    "A sweep that trains in the background: `wait()` or `await` it for its result."
+    def __init__(self, sweep:Sweep, face:SweepFace):
+        self.sweep, worker = sweep, Worker("dflash-sweep", sweep.devices[0])
+        self._outcome = worker.submit(_train, sweep, face)
+        worker._inbox.put(None)
+
+    def stop(self, reason="stop() was called"): self.sweep.stop(reason)
+    def done(self)->bool: return self._outcome.done()
+    def result(self): "What is measured so far."; return self.sweep.result()
+
+    def wait(self,
+        timeout=None, # seconds; None: without limit
+    ):
+        "What was measured, when the sweep has ended; None after `timeout`. Raises what the sweep raised; Ctrl-C stops it at a step edge."
+        end = math.inf if timeout is None else time.monotonic() + timeout
+        with interrupts(self.stop):
+            while not self.done() and time.monotonic() < end: time.sleep(0.01)
+        return self._outcome.result() if self.done() else None
+
+    async def _end(self):
+        try:
+            while not self.done(): await asyncio.sleep(0.05)
+        except BaseException: self.stop("interrupted"); raise
+        return self.wait()
+
+    def __await__(self): return self._end().__await__()
+    def __repr__(self): return "\n".join(sweep_lines(sweep_table([r.now for r in self.sweep.runs])))
 
 # %% ../nbs/18_ablate.ipynb #18-ablate-054
 def open_sweep(
@@ -546,47 +668,6 @@ def rebuild_plan(
     differ = [a.name for a, old in zip(made.arms, plan["arms"]) if a.hash != old["hash"]]
     if differ or len(made.arms) != len(plan["arms"]): raise ConfigError(f"the arms {', '.join(differ)} would be other ones with this version and device; start a new sweep, or go on where it was begun")
     return Plan(made.arms, [tuple(c) for c in plan["collapsed"]])
-
-# %% ../nbs/18_ablate.ipynb #18-ablate-039
-def sweep_line(
-    sweep:Sweep,
-    rate:float, # run steps a second
-)->str: # "run_steps=120/480 ended=3/12 failed=0 rate=40.1 left_s=9"
-    "One plain line."
-    ended, failed = sum(r.ended for r in sweep.runs), sum((r.path/"failed.json").exists() for r in sweep.runs)
-    left = f" left_s={(sweep.total - sweep.done) / rate:.0f}" if rate else ""
-    return f"run_steps={sweep.done}/{sweep.total} ended={ended}/{len(sweep.runs)} failed={failed} rate={rate:.1f}{left}"
-
-@contextmanager
-def sweep_progress(
-    sweep:Sweep,
-    show:str="auto", # auto, bar, lines or off
-    every:float=3.0, # seconds between plain lines
-):
-    "A bar or plain lines while a sweep runs; the first at once."
-    mode = progress_mode() if show == "auto" else show
-    if mode not in ("bar", "lines", "off"): raise ConfigError(f"show={show!r}: choose auto, bar, lines or off")
-    if mode == "off": yield; return
-    print(f"sweep {sweep.path}: {len(sweep.plan.arms)} arms x {len(sweep.seeds)} seeds, {sweep.total} run steps on {', '.join(sweep.devices)}\n{sweep.plan}", flush=True)
-    bar, done, start = None, threading.Event(), (time.perf_counter(), sweep.done)
-    if mode == "bar":
-        from tqdm.std import tqdm
-        bar = tqdm(total=sweep.total, initial=sweep.done, unit="step", dynamic_ncols=True)
-    def draw():
-        line = sweep_line(sweep, (sweep.done - start[1]) / max(time.perf_counter() - start[0], 1e-9))
-        if bar is None: print(line, flush=True)
-        else: bar.n = sweep.done; bar.set_postfix_str(" ".join(line.split()[1:3]), refresh=True)
-    def watch():
-        while True:
-            with suppress(Exception): draw()
-            if done.wait(every if bar is None else .5): return
-    thread = threading.Thread(target=watch, name="dflash-sweep-progress", daemon=True)
-    thread.start()
-    try: yield
-    finally:
-        done.set(); thread.join(2)
-        with suppress(Exception): draw()
-        if bar is not None: bar.close()
 
 # %% ../nbs/18_ablate.ipynb #18-ablate-042
 def read_sweep(

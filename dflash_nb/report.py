@@ -8,10 +8,11 @@ import base64, html, math, time
 from collections import deque
 from pathlib import Path
 from .events import EventLog, fold, new_state, read_beat, tail_events
-from .status import Status, diagnose, event_level, event_text, status_of, _big, _devices, _g, _num, _secs
+from .status import Status, diagnose, event_level, event_text, run_words, status_of, step_name, sweep_words, _big, _devices, _g, _num, _secs
 
 # %% auto #0
-__all__ = ['CURVE_KEYS', 'demo_run', 'RunTail', 'run_panels', 'run_page', 'advice', 'RunReport']
+__all__ = ['CURVE_KEYS', 'ARM_COLORS', 'demo_run', 'demo_sweep', 'demo_row', 'RunTail', 'run_panels', 'run_page', 'advice',
+           'RunReport']
 
 # %% ../nbs/02a_report.ipynb #02a-report-007
 def demo_step(
@@ -57,6 +58,44 @@ def demo_run(
         if pace: time.sleep(pace)
     if done is None: log.emit("stage", stage="train", phase="end", elapsed=steps*pace)
     return log
+
+# %% ../nbs/02a_report.ipynb #02a-report-024
+def demo_sweep(
+    run_dir,
+    arms: int = 4,
+    seeds: int = 2,
+    steps: int = 60,          # of each run
+    done: int|None = None,    # of the steps of a seed, over all seeds; None: all
+    failed: tuple = (1, 0),   # (arm, seed) of a run that fails half way
+    pace: float = 0.,         # seconds a step
+    log: EventLog|None = None,  # one that is open already
+) -> EventLog:                # still open: end and close it
+    "Write a made-up sweep: seed after seed, all arms side by side."
+    names = ["base"] + [f"gamma={i}" for i in range(1, arms)]
+    log = log or EventLog(run_dir, steps=arms*seeds*steps, target="demo", arms=names, seeds=list(range(seeds)))
+    rows = [dict(arm=a, seed=s, state="waiting", step=0, steps=steps) for s in range(seeds) for a in names]
+    for i in range(seeds*steps if done is None else done):
+        seed, step = divmod(i, steps)
+        for k, r in enumerate(rows[seed*arms:(seed + 1)*arms]):
+            if r["state"] != "failed": r.update(demo_row(k, step + 1, steps, failed == (k, seed)))
+        live = [r for r in rows if r["seed"] == seed and r["state"] != "failed"]
+        scores = dict(arms_sim_tau={r["arm"]: r["sim_tau"] for r in live}) if (step + 1) % max(steps//10, 1) == 0 else {}
+        log.step(i*arms + arms, seed=seed, arm_step=step + 1, arms={r["arm"]: r["loss"] for r in live}, **scores)
+        counts = {k: sum(r["state"] == k for r in rows) for k in ("done", "failed", "running", "waiting")}
+        log.gauge(sweep=dict(runs=len(rows), counts=counts, rows=rows[:40], eta=(seeds*steps - i - 1)*max(pace, .01)))
+        if pace: time.sleep(pace)
+    return log
+
+def demo_row(
+    k: int,     # number of the arm
+    step: int,  # done
+    steps: int,
+    fails: bool,
+) -> dict:      # fields of a row
+    "Made-up state of one run of a sweep."
+    if fails and step >= steps//2: return dict(state="failed", error="RuntimeError: CUDA out of memory", eta=None)
+    score = dict(tau=2.1 + .1*k) if step == steps else {}
+    return dict(state="done" if step == steps else "running", step=step, loss=1.6 + 3.2*math.exp(-7*step/steps) + .1*k, sim_tau=1 + 1.4*step/steps + .1*k, eta=(steps - step)*.05 if step < steps else None, **score)
 
 # %% ../nbs/02a_report.ipynb #02a-report-011
 def _finite(x) -> bool: return type(x) in (int, float) and x - x == 0
@@ -118,8 +157,9 @@ class SlotCurve:
         old = [m for m in self.marks if m[0] <= self.step - self.back] if self.now else []
         return old[-1] if old else self.marks[0] if len(self.marks) > 1 else None
 
-# %% ../nbs/02a_report.ipynb #02a-report-019
+# %% ../nbs/02a_report.ipynb #02a-report-030
 CURVE_KEYS = ("loss", "train_tau", "sim_tau", "tau")
+ARM_COLORS = ("a", "b", "ok", "bad", "warn", "fg")  # of a sweep's first arms, names of the style's colours
 
 class RunTail:
     "What a face knows of a run directory: state, curves, slots, notable events. Memory does not grow with the run."
@@ -130,7 +170,7 @@ class RunTail:
     def _reset(self):
         self.offset, self.state, self.beat, self._beat_at = 0, new_state(), None, 0.
         self.curves, self.slots, self.slot_name = {k: Curve(self.points) for k in CURVE_KEYS}, SlotCurve(), ""
-        self._asked, self._loads = -99., {}
+        self._asked, self._loads, self.arms = -99., {}, dict(loss={}, sim_tau={})
         self.events, self.intervals = deque(maxlen=self.keep), deque(maxlen=self.keep)
 
     def look(self,
@@ -160,13 +200,22 @@ class RunTail:
         elif kind != "stage" or e.get("phase") == "failed": self.events.append(e)
 
     def _curve(self, e, step):
+        if e["kind"] == "eval": self.events.append(e)
+        if "arm" in e or "arms" in e: return self._arm_curves(e)
         for k in CURVE_KEYS:
             if k in e: self.curves[k].add(step, e[k])
         if e["kind"] == "eval":
-            self.events.append(e)
             if e.get("tau_ci"): self.intervals.append((step, e.get("tau"), e["tau_ci"]))
         name = "accept" if e.get("accept") else "slot_accuracy" if e.get("slot_accuracy") else ""
         if name: self.slot_name = {"accept": "acceptance by slot", "slot_accuracy": "accuracy by slot"}[name]; self.slots.add(step, e[name])
+
+    def _arm_curves(self, e, seeds=3):
+        "Curves of a sweep's first arms and seeds, by (arm, seed); a bounded number."
+        arms, seed = self.state["run"].get("arms"), str(e.get("seed"))
+        for name, values in (("loss", e.get("arms")), ("sim_tau", e.get("arms_sim_tau"))):
+            for arm in map(str, arms[:len(ARM_COLORS)]) if isinstance(arms, list) and isinstance(values, dict) else ():
+                if (arm, seed) not in self.arms[name] and sum(a == arm for a, _ in self.arms[name]) >= seeds: continue
+                if arm in values: self.arms[name].setdefault((arm, seed), Curve(100)).add(e.get("arm_step"), values[arm])
 
     def status(self, now=None, probe: bool = False) -> Status|None:  # None: no run there yet
         if not self.state["run"]: return None
@@ -191,7 +240,7 @@ _VARIABLES = dict(fg=("--jp-ui-font-color1", "--vscode-foreground"), dim=("--jp-
 def _colors(own):
     return "".join(f"--dfl-{k}:var({_VARIABLES[k][0]},var({_VARIABLES[k][1]},{v}));" for k, v in own.items())
 
-# %% ../nbs/02a_report.ipynb #02a-report-024
+# %% ../nbs/02a_report.ipynb #02a-report-033
 _RULES = """
 .dfl .widget-html,.dfl .widget-html-content{line-height:1.45!important;height:auto!important;margin:0!important;min-width:0;width:100%;overflow:visible}
 .dfl{color:var(--dfl-fg);font:13px/1.45 var(--jp-ui-font-family,system-ui,sans-serif);max-width:1200px;box-sizing:border-box;padding:2px 4px}
@@ -207,6 +256,7 @@ _RULES = """
 .dfl-charts figcaption{display:flex;flex-wrap:wrap;gap:0 10px;font-size:12px} .dfl-charts text{fill:var(--dfl-dim);font-size:11px;font-family:inherit}
 .dfl-wide{overflow-x:auto} .dfl table.dfl-devices{border-collapse:collapse;margin:4px 0;font-size:12px;font-variant-numeric:tabular-nums;color:inherit;border:0} .dfl-devices caption{text-align:left;padding:2px 0}
 .dfl .dfl-devices td,.dfl .dfl-devices th{padding:1px 12px 1px 0;text-align:left;border:0;background:none;white-space:nowrap;max-width:none} .dfl-devices th{color:var(--dfl-dim);font-weight:400} .dfl .dfl-devices tr{background:none}
+.dfl .dfl-devices td.dfl-why{white-space:normal;overflow-wrap:anywhere}
 .dfl-load{display:inline-block;width:44px;height:7px;background:var(--dfl-fill);border:1px solid var(--dfl-line);margin-right:5px;vertical-align:middle} .dfl-load i{display:block;height:100%;background:var(--dfl-a)}
 .dfl-events{list-style:none;margin:4px 0!important;padding:0!important;font-size:12px;max-height:150px;overflow-y:auto} .dfl-events li{margin:0!important;overflow-wrap:anywhere} .dfl-events time{color:var(--dfl-dim);padding-right:6px;font-variant-numeric:tabular-nums}
 .dfl-advice{border-left:4px solid var(--dfl-warn);padding:1px 8px;margin:3px 0;overflow-wrap:anywhere}
@@ -238,7 +288,7 @@ def tag(
 
 def dim(x) -> str: return tag("span", esc(x), cls="dim")
 
-# %% ../nbs/02a_report.ipynb #02a-report-030
+# %% ../nbs/02a_report.ipynb #02a-report-036
 ENDED = ("finished", "failed", "stopped", "killed")
 _MARKS = dict(running=("●", "ok"), starting=("●", "ok"), paused=("‖", "warn"), finished=("✓", "ok"), failed=("✗", "bad"),
               killed=("✗", "bad"), stopped=("■", "warn"))
@@ -257,7 +307,7 @@ def panel_head(
     parts = [tag("span", tag("span", mark, aria_hidden="true"), " ", esc(note or state_words(s)), cls=f"state {tone}"), tag("b", esc(s.run))]
     if s.target: parts.append(dim(f"target {s.target}"))
     if s.attempt > 1: parts.append(dim(f"attempt {s.attempt}"))
-    if s.step is not None: parts.append(tag("span", "step ", tag("b", esc(s.step)), esc(f" / {s.steps}") if s.steps else ""))
+    if s.step is not None: parts.append(tag("span", f"{step_name(s)} ", tag("b", esc(s.step)), esc(f" / {s.steps}") if s.steps else ""))
     if s.eta is not None: parts.append(tag("span", "ETA ", tag("b", esc(_secs(s.eta)))))
     parts.append(dim(f"{'took' if over else 'for'} {_secs(s.elapsed)}"))
     age = f"ended {_secs(s.heartbeat_age)} ago" if over else f"heartbeat {_secs(s.heartbeat_age)} ago"
@@ -284,7 +334,7 @@ def panel_stages(s: Status) -> str:
         items.append(tag("li", esc(o["stage"]), " ", dim(_secs(o["elapsed"]) + usual), aria_current="step"))
     return tag("ol", *items, cls="stages", aria_label="stages")
 
-# %% ../nbs/02a_report.ipynb #02a-report-033
+# %% ../nbs/02a_report.ipynb #02a-report-043
 _TILES = (("loss", "the trained loss of the newest step"), ("sim_tau", "tokens a target call, simulated on fixed validation anchors: mean of min(1 + matched prefix, supervised tokens left)"),
           ("tau", "emitted tokens / target calls in real decoding, with its interval"), ("walk_tau", "tokens a target call, walking answers as a server would"),
           ("lr", "learning rate"), ("noise", "noise strength used in the newest step"), ("grad_norm", "gradient norm before clipping"),
@@ -302,7 +352,7 @@ def step_words(s) -> str: return _secs(s.seconds_per_step) if s.seconds_per_step
 def panel_numbers(s: Status) -> str:
     "Numbers of now, each with its name; the definition shows when pointed at."
     tiles = [_tile(k, what, _g(s[k], ".2e" if k == "lr" else ".3g"), _more(s, k)) for k, what in _TILES if s[k] is not None]
-    if s.seconds_per_step is not None: tiles.append(_tile("step time", "mean time of the newest steps", step_words(s)))
+    if s.seconds_per_step is not None: tiles.append(_tile("run step time" if s.sweep else "step time", "mean time of the newest steps", step_words(s)))
     if s.skipped: tiles.append(_tile("refused", "steps whose loss or gradient was not finite", s.skipped))
     return tag("div", *tiles, cls="tiles", role="list", aria_label="numbers of now") if tiles else ""
 
@@ -328,10 +378,33 @@ def count_words(
     if s.compile_cache_bytes is not None: words.append(f"compile cache {_big(s.compile_cache_bytes)}B")
     return " · ".join(words + ["no checkpoint" if not c else f"checkpoint {c['step']}" + (f", {_secs(c['age'])} ago" if age and c["age"] is not None else "")])
 
-# %% ../nbs/02a_report.ipynb #02a-report-036
+# %% ../nbs/02a_report.ipynb #02a-report-046
+_TONES = dict(done="ok", failed="bad", killed="bad", stopped="warn", waiting="dim")
+
+def _bar(share) -> str: return tag("span", tag("i", style=f"width:{100*min(max(share, 0.), 1.):.0f}%"), cls="load", aria_hidden="true")
+
+def _run_row(r) -> str:
+    "A run of a sweep as a row, and a second one with the reason if it failed."
+    step, steps = _num(r.get("step")), _num(r.get("steps"))
+    number = lambda k: _g(r[k]) if _num(r.get(k)) is not None else ""
+    cells = (esc(r.get("arm"), 60), esc(r.get("seed"), 20), tag("span", esc(r.get("state"), 20), cls=_TONES.get(str(r.get("state")), "")),
+             (_bar(step/steps) if step is not None and steps else "") + esc(f"{r.get('step')} / {r.get('steps')}", 40),
+             number("loss"), number("sim_tau"), number("tau"), esc(_secs(_num(r["eta"]))) if _num(r.get("eta")) is not None else "")
+    why = tag("tr", tag("td", "↳ " + esc(r["error"], 300), cls="why bad", colspan=8)) if r.get("error") else ""
+    return tag("tr", *(tag("td", c) for c in cells)) + why
+
+def panel_sweep(s: Status) -> str:
+    "The runs of a sweep: counts of all, a row for each that was published; empty for a run that is no sweep."
+    if not s.sweep: return ""
+    head = tag("tr", *(tag("th", x, scope="col") for x in ("arm", "seed", "state", "step", "loss", "sim_tau", "tau", "left")))
+    more = (_num(s.sweep.get("runs")) or 0) - len(s.sweep["rows"])
+    table = tag("table", tag("caption", esc(sweep_words(s.sweep), 200)), tag("thead", head), tag("tbody", *map(_run_row, s.sweep["rows"])), cls="devices", aria_label="runs of the sweep")
+    return tag("div", table, cls="wide") + (tag("div", esc(f"and {more} more"), cls="dim") if more > 0 else "")
+
+# %% ../nbs/02a_report.ipynb #02a-report-050
 def _device_row(d) -> str:
     load, memory, total = _num(d.get("load")), _num(d.get("memory_gb")), _num(d.get("total_gb"))
-    bar = tag("span", tag("i", style=f"width:{100*min(max(load, 0), 1):.0f}%"), cls="load", aria_hidden="true") + f"{load:.0%}" if load is not None else ""
+    bar = _bar(load) + f"{load:.0%}" if load is not None else ""
     room = "" if memory is None else f"{memory:.1f} GB" + (f" of {total:.0f}" if total else "")
     return tag("tr", *(tag("td", x) for x in (esc(d.get("role") or ""), esc(d.get("device") or "?"), bar, room, _big(_num(d["tok_s"])) if d.get("tok_s") is not None else "")))
 
@@ -356,12 +429,14 @@ def panel_advice(findings: list) -> str:
     "What looks wrong and what to try."
     return "".join(tag("div", tag("span", esc(f["text"]), cls="warn"), esc(f". Try: {f['try']}"), cls="advice", role="note") for f in findings[:3])
 
+def go_on_words(s) -> str: return "Trainer.from_run goes on from the last checkpoint" if not s.sweep else "ablate(..., resume=True) goes on with the sweep"
+
 def panel_alert(s: Status) -> str:
     "What went wrong, in red, with the end of the traceback; empty when nothing did."
     x = s.last_exception
-    if s.state == "killed": return tag("div", tag("span", "The process is gone and wrote no end", cls="bad"), esc(f": stage {s.stage}, step {s.step}. Continue from the last checkpoint with Trainer.from_run."), cls="alert", role="alert")
+    if s.state == "killed": return tag("div", tag("span", "The process is gone and wrote no end", cls="bad"), esc(f": stage {s.stage}, step {s.step}. {go_on_words(s)}."), cls="alert", role="alert")
     if not x: return ""
-    where = ", ".join(f"{k} {x[k]}" for k in ("thread", "device", "step") if x.get(k) is not None)
+    where = ", ".join(f"{k} {x[k]}" for k in ("arm", "seed", "thread", "device", "step") if x.get(k) is not None)
     trace = tag("details", tag("summary", "traceback"), tag("pre", esc(str(x["traceback"])[-1500:], 1600))) if x.get("traceback") else ""
     return tag("div", tag("span", esc(f"{x.get('type')}: {x.get('text')}"), cls="bad"), f" ({esc(where)})" if where else "", trace, cls="alert", role="alert")
 
@@ -435,7 +510,7 @@ def chart_loss(tail: RunTail) -> str:
     label = f"loss, running mean: {_g(mean[-1])} at step {xs[-1]}, {_g(mean[0])} at step {xs[0]}"
     return _figure("loss", [("▬", "a", f"running mean {_g(mean[-1])}")], label, axes.frame() + axes.line(xs, ys, "a", 1, .35) + axes.line(xs, mean, "a"))
 
-# %% ../nbs/02a_report.ipynb #02a-report-043
+# %% ../nbs/02a_report.ipynb #02a-report-051
 def chart_tau(tail: RunTail) -> str:
     "Tokens a target call by step: of the training anchors, of the fixed anchors, and decoded with its interval."
     train, sim, tau = (tail.curves[k] for k in ("train_tau", "sim_tau", "tau"))
@@ -464,19 +539,32 @@ def chart_slots(tail: RunTail) -> str:
     keys = [("■", "a", f"step {slots.step}")] + ([("▬", "b", f"step {old[0]}")] if old else [])
     return _figure(title, keys, f"{title} at step {slots.step}: " + ", ".join(f"slot {k} {v:.0%}" for k, v in shown), axes.frame(names) + "".join(bars + marks))
 
+def chart_arms(tail: RunTail, name: str) -> str:
+    "A sweep's loss or sim_tau by step of the run: one colour an arm, one line a seed."
+    found = {k: c for k, c in tail.arms[name].items() if len(c)}
+    if not any(len(c) > 1 for c in found.values()): return _empty(name, "no curve yet")
+    arms, ys = list(dict.fromkeys(a for a, _ in found)), [y for c in found.values() for y in c.ys]
+    axes = _Axes((min(c.xs[0] for c in found.values()), max(c.xs[-1] for c in found.values())), (min(ys), sorted(ys)[int(.98*(len(ys) - 1))]))
+    lines = [axes.line(c.xs, c.ys, ARM_COLORS[arms.index(a)], 1.3, .9) for (a, _), c in found.items()]
+    all_arms = len(tail.state["run"].get("arms") or arms)
+    title = name if len(arms) == all_arms else f"{name}, {len(arms)} of {all_arms} arms"
+    label = f"{name} by step of the run: " + ", ".join(f"{a}, seed {s} {_g(c.ys[-1])}" for (a, s), c in found.items())
+    return _figure(title, [("▬", ARM_COLORS[i], str(a)[:30]) for i, a in enumerate(arms)], label, axes.frame() + "".join(lines))
+
 def panel_charts(tail: RunTail) -> str:
-    "Loss, tokens a target call, shares by slot."
+    "Loss, tokens a target call, shares by slot; of a sweep loss and sim_tau by arm."
+    if tail.state["run"].get("arms"): return tag("div", chart_arms(tail, "loss"), chart_arms(tail, "sim_tau"), cls="charts")
     if not any(len(c) for c in tail.curves.values()): return tag("div", dim("curves appear with the first steps"))
     return tag("div", chart_loss(tail), chart_tau(tail), chart_slots(tail), cls="charts")
 
-# %% ../nbs/02a_report.ipynb #02a-report-046
+# %% ../nbs/02a_report.ipynb #02a-report-052
 def run_panels(
     tail: RunTail,
     s: Status,
     note: str = "",
 ) -> dict:  # name -> HTML, top to bottom
     "Every panel of a face."
-    return dict(head=panel_head(s, note), progress=panel_progress(s), stages=panel_stages(s), alert=panel_alert(s), numbers=panel_numbers(s),
+    return dict(head=panel_head(s, note), progress=panel_progress(s), stages=panel_stages(s), alert=panel_alert(s), sweep=panel_sweep(s), numbers=panel_numbers(s),
                 charts=panel_charts(tail), devices=panel_devices(s), events=panel_events(tail.events))
 
 def run_page(
@@ -488,7 +576,7 @@ def run_page(
     *above, devices, events = run_panels(tail, s).values()
     return STYLE + tag("div", *above, tag("div", tag("div", devices), tag("div", events), cls="columns"), **{"class": "dfl"})
 
-# %% ../nbs/02a_report.ipynb #02a-report-050
+# %% ../nbs/02a_report.ipynb #02a-report-056
 def spark(
     ys: list,
     width: int = 40,  # characters
@@ -509,11 +597,12 @@ def draw_report(
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError: return b""
-    if not any(len(c) for c in tail.curves.values()): return b""
+    if not any(len(c) for c in (*tail.curves.values(), *tail.arms["loss"].values())): return b""
     fig = Figure(figsize=(11, 2.6), dpi=dpi, layout="constrained", facecolor="white")
     canvas = FigureCanvasAgg(fig)
-    left, middle, right = fig.subplots(1, 3)
-    _draw_loss(left, tail); _draw_tau(middle, tail); _draw_slots(right, tail)
+    if tail.arms["loss"]: _draw_arms(fig.subplots(1, 2), tail)
+    else:
+        for ax, draw in zip(fig.subplots(1, 3), (_draw_loss, _draw_tau, _draw_slots)): draw(ax, tail)
     canvas.draw()
     return _small_png(canvas.buffer_rgba())
 
@@ -525,7 +614,7 @@ def _small_png(pixels) -> bytes:
     Image.fromarray(np.asarray(pixels)[..., :3]).quantize(64, method=Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE).save(out := io.BytesIO(), "PNG", optimize=True)
     return out.getvalue()
 
-# %% ../nbs/02a_report.ipynb #02a-report-051
+# %% ../nbs/02a_report.ipynb #02a-report-057
 def _draw_loss(ax, tail):
     c = tail.curves["loss"]
     ax.plot(c.xs, c.ys, color="C0", lw=.8, alpha=.4); ax.plot(c.xs, smooth(c.ys), color="C0", lw=1.6)
@@ -538,25 +627,33 @@ def _draw_tau(ax, tail):
     for step, _, ci in tail.intervals: ax.plot([step, step], [ci[0], ci[-1]], color="black", lw=1)
     ax.set(title="tokens a target call", xlabel="step"); ax.legend(frameon=False, fontsize=8) if ax.lines else None
 
+def _draw_arms(axes, tail):
+    for ax, (name, curves) in zip(axes, tail.arms.items()):
+        arms = list(dict.fromkeys(a for a, _ in curves))
+        for (a, seed), c in curves.items(): ax.plot(c.xs, c.ys, color=f"C{arms.index(a)}", lw=1.3, label=str(a)[:30] if (a, seed) == next(k for k in curves if k[0] == a) else None)
+        ax.set(title=f"{name} by arm, a line a seed", xlabel="step of the run")
+        if curves: ax.legend(frameon=False, fontsize=8)
+
 def _draw_slots(ax, tail):
     now, then = tail.slots.now or [], tail.slots.then
     ax.bar(range(len(now)), [_num(v) or 0. for v in now], color="C0", alpha=.75, label=f"step {tail.slots.step}")
     if then: ax.plot(range(len(then[1])), [_num(v) if _num(v) is not None else math.nan for v in then[1]], "_", color="C1", ms=14, mew=2, label=f"step {then[0]}")
     ax.set(title=tail.slot_name or "acceptance by slot", xlabel="slot", ylim=(0, 1)); ax.legend(frameon=False, fontsize=8) if now else None
 
-# %% ../nbs/02a_report.ipynb #02a-report-052
+# %% ../nbs/02a_report.ipynb #02a-report-058
 def _report_rows(tail, s) -> list:  # (name, text)
     best = max(tail.curves["sim_tau"].bins, key=lambda b: b[1]/b[2], default=None)
     rows = [("run", f"{s.run}{f', target {s.target}' if s.target else ''}, attempt {s.attempt}"), ("outcome", f"{state_words(s)}{f': {s.stop_reason}' if s.stop_reason else ''}"),
-            ("step", f"{s.step} of {s.steps}"), ("time", f"{_secs(s.elapsed)}" + (f", {step_words(s)} a step" if s.seconds_per_step is not None else "")),
+            (step_name(s), f"{s.step} of {s.steps}"), ("time", f"{_secs(s.elapsed)}" + (f", {step_words(s)} a step" if s.seconds_per_step is not None else "")),
             ("stages", ", ".join(f"{d['stage']} {'' if d['ok'] else 'FAILED '}{_secs(_num(d['elapsed']))}" for d in s.stages)),
             ("loss", f"{_g(s.loss)} (running mean {_g(smooth(tail.curves['loss'].ys)[-1])})" if len(tail.curves["loss"]) else ""),
             ("sim_tau", _g(s.sim_tau) + (f", best {_g(best[1]/best[2])} at step {best[0]}" if best else "") if s.sim_tau is not None else ""),
             ("tau", _g(s.tau) + (f" [{_g(s.tau_ci[0])}, {_g(s.tau_ci[1])}]" if s.tau_ci else "") + f" at step {s.tau_step}" if s.tau is not None else ""),
             (tail.slot_name or "by slot", " ".join(f"{v:.2f}" for v in tail.slots.now or [] if _num(v) is not None)), ("speed", flow_words(s)),
             ("checkpoint", f"step {s.checkpoint['step']}, {s.checkpoint['path']}" if s.checkpoint else "none"), ("counts", count_words(s, age=False)), ("run directory", s.run_dir)]
-    if s.state == "killed": rows.insert(2, ("error", f"the process {s.pid} is gone without a last word: killed from outside, or out of host memory; Trainer.from_run continues from the checkpoint"))
-    if x := s.last_exception: rows.insert(2, ("error", f"{x.get('type')}: {x.get('text')} (thread {x.get('thread')}, device {x.get('device')}, step {x.get('step')})"))
+    if s.sweep: rows = [r for r in rows if r[0] != "checkpoint"] + [("runs", sweep_words(s.sweep))] + [(f"{r.get('arm')}, seed {r.get('seed')}", run_words(r)) for r in s.sweep["rows"]]
+    if s.state == "killed": rows.insert(2, ("error", f"the process {s.pid} is gone without a last word: killed from outside, or out of host memory; {go_on_words(s)}"))
+    if (x := s.last_exception) and not x.get("arm"): rows.insert(2, ("error", f"{x.get('type')}: {x.get('text')} (thread {x.get('thread')}, device {x.get('device')}, step {x.get('step')})"))
     return [(k, v) for k, v in rows if v]
 
 def advice(
@@ -581,7 +678,7 @@ class _ReadRun:
         self.findings = advice(run_dir) if self.status else []
         self.png = draw_report(self.tail)
 
-# %% ../nbs/02a_report.ipynb #02a-report-053
+# %% ../nbs/02a_report.ipynb #02a-report-059
 class RunReport(_ReadRun):
     "What stays of a run: text, a table without scripts or styles, a picture. Shows itself in a notebook."
     def __repr__(self):
@@ -597,7 +694,7 @@ class RunReport(_ReadRun):
         rows = _report_rows(self.tail, self.status) + [("advice", f"{f['text']}. Try: {f['try']}") for f in self.findings] + [(e["kind"], event_text(e)) for e in loud]
         if trace := (self.status.last_exception or {}).get("traceback"): rows.append(("traceback", str(trace)[-1200:]))
         red = lambda v: tag("font", tag("b", esc(v, 900)), color="#d73a49")  # the one colour that needs no style
-        loud = lambda k, v: red(v) if k == "error" else tag("pre", esc(v, 1200)) if k == "traceback" else esc(v, 900)
+        loud = lambda k, v: red(v) if k == "error" or v.startswith("failed, ") else tag("pre", esc(v, 1200)) if k == "traceback" else esc(v, 900)
         left = lambda x: tag("div", x, align="left")  # notebooks align cells to the right
         return tag("table", tag("caption", left(esc(f"{self.status.run}: {state_words(self.status)}"))), tag("tbody", *(tag("tr", tag("th", left(esc(k)), scope="row"), tag("td", left(loud(k, v)))) for k, v in rows)))
 

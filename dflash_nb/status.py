@@ -130,8 +130,8 @@ class Status(dict):
 
 def _progress(state, now, live) -> dict:
     step, run, last = state["step"] or {}, state["run"], state["last"]
-    per, done, ev = _per_step(state["recent"]), step.get("step", run.get("step")), last.get("eval", {})
-    decoded = last.get("decoded", ev)
+    per, done, ev = _per_step(state["recent"]), step.get("step", run.get("step")), _own(last.get("eval", {}))
+    decoded = _own(last.get("decoded", ev))
     left = run["steps"] - done if run.get("steps") is not None and done is not None else None
     sim = step.get("sim_tau") if step.get("sim_tau") is not None else ev.get("sim_tau")
     return dict(step=done, steps=run.get("steps"), seconds_per_step=per, eta=max(left, 0)*per if live and left is not None and per is not None else None,
@@ -139,6 +139,8 @@ def _progress(state, now, live) -> dict:
                 lr=step.get("lr"), grad_norm=step.get("grad_norm"), grad_cos=step.get("grad_cos"), noise=step.get("noise"), skipped=state["skipped"],
                 sim_tau=sim, walk_tau=ev.get("walk_tau"), tau=decoded.get("tau"), tau_ci=decoded.get("tau_ci"), tau_step=decoded.get("step"),
                 accept=step.get("accept") if step.get("accept") is not None else ev.get("accept"))
+
+def _own(e) -> dict: return {} if "arm" in e else e  # what one arm of a sweep measured is not the sweep's
 
 def _stages(state, now, live) -> dict:
     open_ = sorted(state["open"].items(), key=lambda kv: kv[1]["t"])
@@ -153,7 +155,7 @@ def _stages(state, now, live) -> dict:
 def _counts(state) -> dict:
     n, last, gauges = state["counts"], state["last"], state["gauges"]
     pick = lambda kind, *names: {k: last[kind].get(k) for k in names} if kind in last else None
-    return dict(exceptions=n.get("exception", 0), last_exception=pick("exception", "type", "text", "thread", "device", "step", "traceback", "t"),
+    return dict(exceptions=n.get("exception", 0), last_exception=pick("exception", "type", "text", "arm", "seed", "thread", "device", "step", "traceback", "t"),
                 cuda_errors=state["cuda_errors"], warnings=n.get("warning", 0), last_warning=last.get("warning", {}).get("text"),
                 compiled=gauges.get("compiled", state["compiled"]), graphs=gauges.get("graphs", sum(state["captured"].values())), captured=state["captured"],
                 fallbacks=n.get("fallback", 0), last_fallback=pick("fallback", "device", "was", "runs", "reason"), stop_reason=last.get("stop", {}).get("reason"))
@@ -169,7 +171,18 @@ def _checkpoint(state, now) -> dict|None:
     if c: return dict(step=c.get("step"), path=c.get("path"), age=max(now - c["t"], 0.))
     return dict(step=state["run"]["step"], path=None, age=None) if state["run"].get("step") else None  # the one it continued from
 
-# %% ../nbs/02_status.ipynb #02-status-023
+# %% ../nbs/02_status.ipynb #02-status-027
+def _sweep(state, word) -> dict|None:  # counts: by state; rows: dicts; runs, hidden: how many; eta: seconds
+    "The runs of a sweep; None where the run is no sweep."
+    told = state["gauges"].get("sweep")
+    if not isinstance(told, dict) or not isinstance(told.get("rows"), list) or not isinstance(told.get("counts"), dict): return None
+    if word in ("starting", "running", "paused", "unknown-host"): return told
+    end, counts = "killed" if word == "killed" else "stopped", dict(told["counts"])
+    if n := counts.pop("running", 0): counts[end] = counts.get(end, 0) + n
+    over = lambda r: dict(r, state=end, eta=None) if r.get("state") in ("running", "decoding") else r
+    return dict(told, counts=counts, rows=[over(r) for r in told["rows"] if isinstance(r, dict)], eta=None)
+
+# %% ../nbs/02_status.ipynb #02-status-028
 def status_of(
     state: dict,       # folded events
     beat: dict|None,   # last heartbeat
@@ -183,14 +196,16 @@ def status_of(
     alive = None if state["outcome"] else _life(state, age)
     word = _state_of(state, alive)
     live, here = word in ("starting", "running", "paused"), alive is True
-    cache = state["gauges"].get("compile_cache_bytes")
+    cache, sweep = state["gauges"].get("compile_cache_bytes"), _sweep(state, word)
     if cache is None and probe and here and env.get("compile_cache"): cache = _folder_bytes(env["compile_cache"])
-    return Status(run=state["run"].get("run") or Path(run_dir).name, run_dir=str(run_dir), state=word, attempt=state["attempt"], schema=state["run"].get("v"),
-                  **_stages(state, now, live), **_progress(state, now, word == "running"), **_sides(state), **_counts(state),
-                  devices=_devices(state, probe and here), compile_cache_bytes=cache, checkpoint=_checkpoint(state, now),
-                  heartbeat_age=age, started=state["run"]["t"], elapsed=(now if live else max(times)) - state["run"]["t"], host=_process(state).get("host"),
-                  pid=_process(state).get("pid"), process=alive, suspended=here and (_proc_stat(_process(state)["pid"]) or "?")[0] in ("T", "t"),
-                  lost=(beat or {}).get("lost", 0), lost_error=(beat or {}).get("error"), target=state["run"].get("target"))
+    s = Status(run=state["run"].get("run") or Path(run_dir).name, run_dir=str(run_dir), state=word, attempt=state["attempt"], schema=state["run"].get("v"),
+               **_stages(state, now, live), **_progress(state, now, word == "running"), **_sides(state), **_counts(state),
+               devices=_devices(state, probe and here), compile_cache_bytes=cache, checkpoint=_checkpoint(state, now),
+               heartbeat_age=age, started=state["run"]["t"], elapsed=(now if live else max(times)) - state["run"]["t"], host=_process(state).get("host"),
+               pid=_process(state).get("pid"), process=alive, suspended=here and (_proc_stat(_process(state)["pid"]) or "?")[0] in ("T", "t"),
+               lost=(beat or {}).get("lost", 0), lost_error=(beat or {}).get("error"), target=state["run"].get("target"), sweep=sweep)
+    if sweep: s["eta"] = _num(sweep.get("eta"))
+    return s
 
 # %% ../nbs/02_status.ipynb #02-status-030
 def status(
@@ -223,11 +238,11 @@ def _big(x) -> str:
 
 def _g(x, form=".3g") -> str: return format(x, form) if isinstance(x, (int, float)) else str(x)
 
-# %% ../nbs/02_status.ipynb #02-status-027
+# %% ../nbs/02_status.ipynb #02-status-034
 _WORDS = dict(killed="killed: the process is gone and wrote no end", failed="FAILED", **{"unknown-host": "unknown: its process cannot be seen from this machine"})
 
 def _head(s) -> str:
-    total = f"step {s.step}/{s.steps}" if s.steps else f"step {s.step}"
+    total = step_name(s) + (f" {s.step}/{s.steps}" if s.steps else f" {s.step}")
     parts = [s.run, s.target, f"attempt {s.attempt}" if s.attempt > 1 else None, _WORDS.get(s.state, s.state), total,
              f"ETA {_secs(s.eta)}" if s.eta is not None else None, f"heartbeat {_secs(s.heartbeat_age)} ago" if s.state not in ("finished", "failed", "stopped") else f"ended {_secs(s.heartbeat_age)} ago",
              "process suspended" if s.suspended else None]
@@ -246,7 +261,30 @@ def _learning(s) -> str:
     if s.tau is not None: parts.append(f"tau={_g(s.tau)}" + (f" [{_g(s.tau_ci[0])}, {_g(s.tau_ci[1])}]" if s.tau_ci else "") + f" @{s.tau_step}")
     return " ".join(p for p in parts if p) if s.loss is not None or s.tau is not None else ""
 
-# %% ../nbs/02_status.ipynb #02-status-028
+# %% ../nbs/02_status.ipynb #02-status-072
+def step_name(s) -> str: return "run steps" if s.sweep else "step"
+
+def sweep_words(sweep: dict) -> str:
+    "12 runs: 3 done, 1 failed, 4 running, 4 waiting"
+    return f"{sweep.get('runs')} runs: " + ", ".join(f"{n} {k}" for k, n in sweep["counts"].items() if n)
+
+def run_words(r: dict) -> str:  # a row of a sweep
+    "State, step and scores of one run of a sweep; why it failed."
+    scores = "".join(f", {k} {_g(r[k])}" for k in ("loss", "sim_tau", "tau") if r.get(k) is not None)
+    left = f", {_secs(_num(r['eta']))} left" if r.get("eta") is not None else ""
+    return f"{r.get('state')}, step {r.get('step')} of {r.get('steps')}{scores}{left}" + (f": {r['error']}" if r.get("error") else "")
+
+def sweep_lines(
+    sweep: dict,
+    most: int = 12,  # rows
+) -> list:
+    "The sweep in words, then a line a run; how many are left out."
+    rows = sweep["rows"][:most]
+    names = [f"{str(r.get('arm'))[:40]}, seed {r.get('seed')}" for r in rows]
+    more = (_num(sweep.get("runs")) or 0) - len(rows)
+    return [sweep_words(sweep)] + [f"  {n:{max(map(len, names))}}  {run_words(r)[:200]}" for n, r in zip(names, rows)] + ([f"  and {more} more"] if more > 0 else [])
+
+# %% ../nbs/02_status.ipynb #02-status-073
 def _flow(s) -> str:
     if not any(s.tok_s.values()) and not s.queues: return ""
     queue = " ".join(f"{k} {d}/{n if n else '?'}" for k, (d, n) in s.queues.items()) or "queue ?"
@@ -269,16 +307,16 @@ def _count_line(s) -> str:
 
 def format_status(s: Status) -> str:
     "Plain lines; `step=` and `tok/s` can be searched for."
-    lines = [_head(s), _stage_line(s), _learning(s), _flow(s), " | ".join(_device_line(d) for d in s.devices), _count_line(s)]
+    lines = [_head(s), _stage_line(s), _learning(s), _flow(s), " | ".join(_device_line(d) for d in s.devices), *(sweep_lines(s.sweep) if s.sweep else ()), _count_line(s)]
     if s.lost: lines.append(f"{s.lost} EVENTS LOST: {s.lost_error}")
     if s.last_fallback: lines.append("fallback: {device} {was} -> {runs}: {reason}".format(**s.last_fallback))
     if x := s.last_exception:
-        where = [f"{k} {x[k]}" for k in ("thread", "device", "step") if x.get(k) is not None]
+        where = [f"{k} {x[k]}" for k in ("arm", "seed", "thread", "device", "step") if x.get(k) is not None]
         lines.append(f"last exception: {x['type']}: {x['text'][:300]}" + (f" ({', '.join(where)})" if where else ""))
     if s.last_warning: lines.append(f"last warning: {s.last_warning[:300]}")
     return "\n".join(line for line in lines if line)
 
-# %% ../nbs/02_status.ipynb #02-status-034
+# %% ../nbs/02_status.ipynb #02-status-074
 def status_line(
     s: Status,
 ) -> str:
@@ -286,6 +324,7 @@ def status_line(
     tok = s.tok_s["drafter"] if s.tok_s["drafter"] is not None else s.tok_s["target"]
     parts = [f"step={s.step if s.step is not None else '?'}/{s.steps if s.steps is not None else '?'}", f"state={s.state}", f"stage={str(s.stage).replace(' ', '_')}"]
     if tok is not None: parts.append(f"tok/s={_g(tok, '.0f')}")
+    if s.sweep: parts.append(" ".join([f"runs={s.sweep.get('runs')}", *(f"{k}={n}" for k, n in s.sweep["counts"].items())]))
     parts += [f"{k}={_g(s[k], '.4g')}" for k in ("loss", "sim_tau", "tau", "lr", "noise", "grad_norm") if s[k] is not None]
     if s.bottleneck: parts.append(f"bound={s.bottleneck}")
     if s.eta is not None: parts.append(f"left_s={s.eta:.0f}")
@@ -294,9 +333,9 @@ def status_line(
 _SAYS = dict(run_start=lambda e: f"attempt {e.get('attempt')} starts" + (f" from step {e['step']}" if e.get("step") else ""),
              stage=lambda e: f"{e.get('stage')} {'starts' if e.get('phase') == 'start' else ('done' if e.get('phase') == 'end' else 'FAILED') + ' after ' + _secs(_num(e.get('elapsed')))}"
                              + (f": {e['error']}" if e.get("error") else ""),
-             eval=lambda e: f"eval at step {e.get('step')}: " + ", ".join(f"{k} {_g(e[k])}" for k in ("loss", "sim_tau", "walk_tau", "tau") if e.get(k) is not None),
+             eval=lambda e: (f"{e['arm']}, seed {e.get('seed')}: " if "arm" in e else f"eval at step {e.get('step')}: ") + ", ".join(f"{k} {_g(e[k])}" for k in ("loss", "sim_tau", "walk_tau", "tau") if e.get(k) is not None),
              checkpoint=lambda e: f"checkpoint {e.get('step')}" + (f", {_big(e['bytes'])}B" if _num(e.get("bytes")) else "") + (", the best so far" if e.get("best") else ""),
-             exception=lambda e: f"{e.get('type')}: {e.get('text')} ({', '.join(f'{k} {e[k]}' for k in ('thread', 'device', 'step') if e.get(k) is not None)})",
+             exception=lambda e: f"{e.get('type')}: {e.get('text')} ({', '.join(f'{k} {e[k]}' for k in ('arm', 'seed', 'thread', 'device', 'step') if e.get(k) is not None)})",
              fallback=lambda e: f"{e.get('device')}: {e.get('was')} -> {e.get('runs')}: {e.get('reason')}",
              graph=lambda e: f"{'compiled' if e.get('what') == 'compile' else 'graph captured'}, {e.get('device')}" + (f", {_secs(e['elapsed'])}" if _num(e.get("elapsed")) is not None else ""),
              warning=lambda e: str(e.get("text")), pause=lambda e: "paused", unpause=lambda e: "goes on", ask=lambda e: f"asked from outside: {e.get('what')}",
@@ -645,6 +684,15 @@ def _rule_starving(v, last=100, least=10, limit=.3):
             advice = "give the target side another device, or shorten its work (fewer layers above the last tap, larger batches)" if side == "drafter" else "give the drafter side another device, or fewer anchors a row"
             return _finding(f"The {side} side starves: it waits {statistics.fmean(wait):.0%} of the time for the {other} side", advice)
 
+# %% ../nbs/02_status.ipynb #02-status-078
+def _rule_growth(v, least=20, rises=3, share=.05):
+    rows = [e for e in v.steps if e.get("attempt") == v.s.attempt]
+    held, last, told = [e["reserved_gb"] for e in rows[len(rows)//2:] if _num(e.get("reserved_gb")) is not None], rows[-1] if rows else {}, []
+    if (n := _num(last.get("shapes")) or 0) > 1: told.append(f"micro-batches of {n} shapes in {len(rows)} steps")
+    if n := _num(last.get("recompiled")): told.append(f"{n} graphs compiled after the warm-up")
+    if len(held) >= least and held[-1] > (1 + share)*held[0] and sum(b > a for a, b in zip(held, held[1:])) >= rises: told.append(f"reserved memory from {held[0]:.1f} to {held[-1]:.1f} GiB in the last {len(held)} steps")
+    if told: return _finding("What should stand still in a warm run grows: " + "; ".join(told), "pack rows of one length and draw a fixed number of anchors before the step, so that data decides about no size; else look for what keeps tensors of old steps")
+
 # %% ../nbs/02_status.ipynb #02-status-058
 def _rule_fallback(v):
     if f := v.s.last_fallback:
@@ -680,7 +728,7 @@ def _simpler(stage, config) -> str:
     if "load" in stage: return "a smaller target (load_target('nano')) to see whether the rest works; then memory and the model's files"
     return "the simplest form that may work: runner='eager', one device, a tenth of the token budget"
 
-# %% ../nbs/02_status.ipynb #02-status-059
+# %% ../nbs/02_status.ipynb #02-status-080
 def _rule_same_stage(v, times=3, limit=20):
     "The same stage failed `times` times in a row, over the attempts of this run and of the newest runs beside it."
     beside, ends = sorted((p.stat().st_mtime, p.parent) for p in v.run_dir.resolve().parent.glob("*/events.jsonl") if p.exists())[-limit:], []
@@ -692,7 +740,7 @@ def _rule_same_stage(v, times=3, limit=20):
         return _finding(f"The same stage, {ends[0][2]!r}, failed {times} times in a row", _simpler(ends[0][2], v.config))
 
 RULES = (_rule_killed, _rule_failed, _rule_heartbeat, _rule_unknown, _rule_stalled, _rule_lost, _rule_nonfinite, _rule_loss, _rule_noise, _rule_whiplash,
-         _rule_warmup, _rule_tau_gap, _rule_leak, _rule_starving, _rule_fallback, _rule_same_stage)
+         _rule_warmup, _rule_tau_gap, _rule_leak, _rule_starving, _rule_growth, _rule_fallback, _rule_same_stage)
 
 def diagnose(
     run_dir,

@@ -10,8 +10,8 @@ from pathlib import Path
 from .config import ConfigError
 from .events import ask
 from .report import (CURVE_KEYS, ENDED, STYLE, RunReport, RunTail, advice, esc, panel_advice, panel_alert, panel_charts, panel_devices, panel_events, panel_head, panel_numbers,
-                              panel_progress, panel_stages, spark, state_words, tag, flow_words, count_words)
-from .status import event_level, event_line, main_status, _over, _secs
+                              panel_progress, panel_stages, panel_sweep, spark, state_words, tag, flow_words, count_words)
+from .status import event_level, event_line, main_status, step_name, sweep_lines, sweep_words, _over, _secs
 from .callbacks import ProgressCB
 
 # %% auto #0
@@ -70,7 +70,7 @@ class Controls:
     def note(self) -> str: return "stopping at the next step edge" if "stop" in self.asked else ""
 
 # %% ../nbs/14f_widget.ipynb #14f-widget-015
-PANELS = ("head", "progress", "stages", "alert", "numbers", "charts", "devices", "events", "say")
+PANELS = ("head", "progress", "stages", "alert", "sweep", "numbers", "charts", "devices", "events", "say", "more")
 
 class _Panes:
     "The widgets of a view and the only code that writes to them."
@@ -80,11 +80,16 @@ class _Panes:
         self.shown, self.controls, self.sent = {}, controls, 0
         for b in ("devices", "events"): self.html[b].layout.flex = "1 1 340px"
         self.html["head"].layout.flex = "1 1 300px"
+        self.html["sweep"].layout.max_height, self.html["sweep"].layout.overflow = "380px", "auto"  # of the container: its place survives new content
         top = w.HBox([self.html["head"], controls.box], layout=dict(flex_flow="row wrap", justify_content="space-between", align_items="center"))
         columns = w.HBox([self.html["devices"], self.html["events"]], layout=dict(flex_flow="row wrap"))
-        more = "".join(tag("div", esc(x), cls="dim") for x in (hint,) if x) + (tag("details", tag("summary", "setup"), tag("pre", esc(setup, 4000))) if setup else "")
-        self.root = w.VBox([w.HTML(STYLE), top, *(self.html[k] for k in ("progress", "stages", "alert", "numbers", "charts")), columns, self.html["say"], w.HTML(more)])
+        self.root = w.VBox([w.HTML(STYLE), top, *(self.html[k] for k in ("progress", "stages", "alert", "sweep", "numbers", "charts")), columns, self.html["say"], self.html["more"]])
         self.root.add_class("dfl")
+        self.explain(setup, hint)
+
+    def explain(self, setup: str, hint: str):
+        "The line at the end and the text behind a fold."
+        self.put("more", (tag("div", esc(hint), cls="dim") if hint else "") + (tag("details", tag("summary", "setup"), tag("pre", esc(setup, 4000))) if setup else ""))
 
     def put(self, name: str, text: str):
         "Send a panel if it changed."
@@ -123,7 +128,7 @@ class _Looks:
         panes.put("head", panel_head(s, panes.controls.note if s.state not in ENDED else ""))
         panes.put("progress", panel_progress(s))
         if self.looks % 2 == 0:
-            for name, panel in (("stages", panel_stages(s)), ("alert", panel_alert(s) + panel_advice(self.advice)), ("numbers", panel_numbers(s))): panes.put(name, panel)
+            for name, panel in (("stages", panel_stages(s)), ("alert", panel_alert(s) + panel_advice(self.advice)), ("sweep", panel_sweep(s)), ("numbers", panel_numbers(s))): panes.put(name, panel)
         if now - self._drawn > .95 or (s.step or 0) < 20: self._drawn = now; self._slow_panels(s)
 
     def _slow_panels(self, s):
@@ -205,7 +210,8 @@ class LiveView(_Looks):
             return {**first, "text/plain": f"live view of {self.run_dir}; {where}", "text/html": tag("p", esc(f"live view of {self.run_dir}; {where}"))}, {"text/plain": where}
         table = self.report._repr_mimebundle_()
         picture = {"image/png": table.pop("image/png")} if "image/png" in table else {}
-        return table, {"text/plain": f"loss {spark(self.tail.curves['loss'].ys)}", **picture}
+        sweep = self.report.status and self.report.status.sweep
+        return table, {"text/plain": sweep_words(sweep) if sweep else f"loss {spark(self.tail.curves['loss'].ys)}", **picture}
 
     def _finish(self, outcome=None):
         "Replace every view by the report. Display updates go by id, so they reach their own cell from any thread."
@@ -273,8 +279,9 @@ def _rich_view(tail: RunTail, s, width: int):
     from rich.text import Text
     tone = {"running": "green", "starting": "green", "finished": "green", "failed": "red", "killed": "red"}.get(s.state, "yellow")
     eta = f"  ETA {_secs(s.eta)}" if s.eta is not None else ""
-    out = [Text.assemble((f" {state_words(s)} ", f"bold reverse {tone}"), f" {s.run}  step {s.step}/{s.steps or '?'}{eta}  ", (f"heartbeat {_secs(s.heartbeat_age)} ago", "dim"))]
+    out = [Text.assemble((f" {state_words(s)} ", f"bold reverse {tone}"), f" {s.run}  {step_name(s)} {s.step}/{s.steps or '?'}{eta}  ", (f"heartbeat {_secs(s.heartbeat_age)} ago", "dim"))]
     if s.steps: done = int(min((s.step or 0)/s.steps, 1)*width); out.append(Text.assemble(("━"*done, tone), ("━"*(width - done), "dim")))
+    if s.sweep: out += [Text(x, style="red" if " failed, step " in x else "") for x in sweep_lines(s.sweep, 20)]
     out.append(Text(" → ".join([f"{d['stage']} {'✓' if d['ok'] else '✗'} {_secs(d['elapsed'])}" for d in s.stages] + [f"{o['stage']} {_secs(o['elapsed'])}" for o in s.open_stages])))
     for k in CURVE_KEYS:
         if len(c := tail.curves[k]) > 1: out.append(Text.assemble((f"{k:>10} ", "dim"), (f"{c.ys[-1]:<8.4g}", "bold"), (spark(c.ys, 48), "cyan")))
