@@ -100,7 +100,8 @@ def _devices(state, ask):  # rows of the run, completed by nvidia-smi if `ask`
     for r in rows:
         for k, v in seen.get(r.get("device"), {}).items():
             if k != "index" and r.get(k) is None: r[k] = v
-    roles = _roles(state)
+    roles, others = _roles(state), state["gauges"].get("processes") or []
+    rows += [{"role": f"rank {p['rank']} {p['host']}", "tok_s": p.get("tok_s"), **d} for p in others if p["rank"] for d in p.get("devices") or [dict(device="cpu")]]
     return [r if r.get("role") or str(r.get("device")) not in roles else {"role": roles[str(r.get("device"))], **r} for r in rows]
 
 # %% ../nbs/02_status.ipynb #02-status-018
@@ -119,6 +120,19 @@ def _folder_bytes(
                 else: total += e.stat(follow_symlinks=False).st_size
         except OSError: pass
     return total
+
+# %% ../nbs/02_status.ipynb #02-status-028
+def _processes(state, age) -> list:  # age: seconds since the heartbeat that told of them
+    "The processes that train together: rank, host, step, seconds without a sign of life."
+    return [dict(p, age=(p.get("age") or 0.) + age) for p in state["gauges"].get("processes") or []]
+
+def _process_line(s) -> str:
+    "Steps of all processes, and the one that was silent for longest."
+    if not s.processes: return ""
+    steps, late = [p["step"] for p in s.processes if p.get("step") is not None] or [0], max(s.processes, key=lambda p: p["age"])
+    span = f"step {min(steps)}" + (f" to {max(steps)}" if min(steps) != max(steps) else "")
+    head = f"{len(s.processes)} processes on {len({p['host'] for p in s.processes})} nodes, {span}"
+    return head if s.state in ("finished", "stopped") else f"{head} | oldest sign of life: rank {late['rank']} on {late['host']}, {_secs(late['age'])} ago"
 
 # %% ../nbs/02_status.ipynb #02-status-021
 class Status(dict):
@@ -182,7 +196,7 @@ def _sweep(state, word) -> dict|None:  # counts: by state; rows: dicts; runs, hi
     over = lambda r: dict(r, state=end, eta=None) if r.get("state") in ("running", "decoding") else r
     return dict(told, counts=counts, rows=[over(r) for r in told["rows"] if isinstance(r, dict)], eta=None)
 
-# %% ../nbs/02_status.ipynb #02-status-028
+# %% ../nbs/02_status.ipynb #02-status-052
 def status_of(
     state: dict,       # folded events
     beat: dict|None,   # last heartbeat
@@ -201,7 +215,7 @@ def status_of(
     s = Status(run=state["run"].get("run") or Path(run_dir).name, run_dir=str(run_dir), state=word, attempt=state["attempt"], schema=state["run"].get("v"),
                **_stages(state, now, live), **_progress(state, now, word == "running"), **_sides(state), **_counts(state),
                devices=_devices(state, probe and here), compile_cache_bytes=cache, checkpoint=_checkpoint(state, now),
-               heartbeat_age=age, started=state["run"]["t"], elapsed=(now if live else max(times)) - state["run"]["t"], host=_process(state).get("host"),
+               heartbeat_age=age, processes=_processes(state, age if live else 0.), started=state["run"]["t"], elapsed=(now if live else max(times)) - state["run"]["t"], host=_process(state).get("host"),
                pid=_process(state).get("pid"), process=alive, suspended=here and (_proc_stat(_process(state)["pid"]) or "?")[0] in ("T", "t"),
                lost=(beat or {}).get("lost", 0), lost_error=(beat or {}).get("error"), target=state["run"].get("target"), sweep=sweep)
     if sweep: s["eta"] = _num(sweep.get("eta"))
@@ -307,7 +321,7 @@ def _count_line(s) -> str:
 
 def format_status(s: Status) -> str:
     "Plain lines; `step=` and `tok/s` can be searched for."
-    lines = [_head(s), _stage_line(s), _learning(s), _flow(s), " | ".join(_device_line(d) for d in s.devices), *(sweep_lines(s.sweep) if s.sweep else ()), _count_line(s)]
+    lines = [_head(s), _stage_line(s), _learning(s), _flow(s), " | ".join(_device_line(d) for d in s.devices), _process_line(s), *(sweep_lines(s.sweep) if s.sweep else ()), _count_line(s)]
     if s.lost: lines.append(f"{s.lost} EVENTS LOST: {s.lost_error}")
     if s.last_fallback: lines.append("fallback: {device} {was} -> {runs}: {reason}".format(**s.last_fallback))
     if x := s.last_exception:
@@ -583,7 +597,7 @@ class _View:
     def series(self, key, last=None):  # finite values of the last steps
         return [e[key] for e in self.steps[-last if last else None:] if _num(e.get(key)) is not None]
 
-# %% ../nbs/02_status.ipynb #02-status-052
+# %% ../nbs/02_status.ipynb #02-status-080
 def _rule_killed(v):
     if v.s.state == "killed":
         return _finding(f"The process {v.s.pid} is gone without a last word, in stage {v.s.stage!r} at step {v.s.step}: killed from outside or out of memory (host)",
@@ -600,6 +614,15 @@ def _rule_heartbeat(v, limit=10.):
     if v.s.state in ("starting", "running", "paused") and v.s.heartbeat_age > limit:
         why = "suspended (Ctrl-Z or SIGSTOP)" if v.s.suspended else "holding the interpreter in native code, swapping, or on a stuck file system"
         return _finding(f"The last heartbeat is {_secs(v.s.heartbeat_age)} old although the process lives: it is {why}", "`kill -CONT` a suspended process; else look with py-spy or at the disk")
+
+def _rule_ranks(v):
+    "What other processes of the run have written when the first one could not."
+    words = {}
+    for p in sorted(v.run_dir.glob("ranks/*")) if v.s.state in ("killed", "unknown-host") else ():
+        try: x = status(p, probe=False).last_exception
+        except RunDirError: continue
+        if x: words[p.name] = x["text"][:200]
+    if words: return _finding("Other processes of the run ended with " + "; ".join(f"{k}: {w}" for k, w in words.items()), "look on the node that they name; torchrun --max-restarts goes on by itself")
 
 def _rule_unknown(v):
     if v.s.state == "unknown-host":
@@ -728,7 +751,7 @@ def _simpler(stage, config) -> str:
     if "load" in stage: return "a smaller target (load_target('nano')) to see whether the rest works; then memory and the model's files"
     return "the simplest form that may work: runner='eager', one device, a tenth of the token budget"
 
-# %% ../nbs/02_status.ipynb #02-status-080
+# %% ../nbs/02_status.ipynb #02-status-082
 def _rule_same_stage(v, times=3, limit=20):
     "The same stage failed `times` times in a row, over the attempts of this run and of the newest runs beside it."
     beside, ends = sorted((p.stat().st_mtime, p.parent) for p in v.run_dir.resolve().parent.glob("*/events.jsonl") if p.exists())[-limit:], []
@@ -739,7 +762,7 @@ def _rule_same_stage(v, times=3, limit=20):
     if len(ends) == times and all(o in ("failed", "killed") for _, o, _ in ends) and len({s for _, _, s in ends}) == 1 and ends[0][2]:
         return _finding(f"The same stage, {ends[0][2]!r}, failed {times} times in a row", _simpler(ends[0][2], v.config))
 
-RULES = (_rule_killed, _rule_failed, _rule_heartbeat, _rule_unknown, _rule_stalled, _rule_lost, _rule_nonfinite, _rule_loss, _rule_noise, _rule_whiplash,
+RULES = (_rule_killed, _rule_ranks, _rule_failed, _rule_heartbeat, _rule_unknown, _rule_stalled, _rule_lost, _rule_nonfinite, _rule_loss, _rule_noise, _rule_whiplash,
          _rule_warmup, _rule_tau_gap, _rule_leak, _rule_starving, _rule_growth, _rule_fallback, _rule_same_stage)
 
 def diagnose(
