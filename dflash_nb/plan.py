@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['Rates', 'known_rates', 'card_of', 'memory_of', 'product_seconds', 'drafter_weights', 'drafter_micro_seconds',
            'update_seconds', 'exchange_seconds', 'target_layers', 'target_micro_seconds', 'logits_bytes', 'drafter_gib',
-           'target_gib', 'Plan', 'divisions', 'geometry_of', 'plan', 'calibrate_rates', 'plan_text', 'plan_html',
-           'plan_table', 'plan_dict', 'read_where', 'refuse']
+           'target_gib', 'RunPlan', 'divisions', 'geometry_of', 'plan', 'calibrate_rates', 'plan_text', 'plan_html',
+           'plan_table', 'plan_dict', 'read_where', 'refuse_plan']
 
 # %% ../nbs/16g_plan.ipynb #16g-plan-001
 import json, math, os, platform
@@ -159,7 +159,7 @@ def target_gib(
 
 # %% ../nbs/16g_plan.ipynb #16g-plan-024
 @dataclass
-class Plan:
+class RunPlan:
     "What a run will take; shows as a table in a notebook and as text elsewhere."
     target: str
     geometry: Geometry
@@ -184,7 +184,7 @@ class Plan:
     def best(self): return next((s for s in self.splits if s["fits"]), None)
     @property
     def table(self): return plan_table(self)
-    def check(self): refuse(self); return self
+    def check(self): refuse_plan(self); return self
     def to_dict(self): return plan_dict(self)
     def __str__(self): return plan_text(self)
     def __repr__(self): return plan_text(self)
@@ -332,7 +332,7 @@ def plan(
     card: str | None = None,      # a card that is not here, by its name in `known_rates`
     calibrate: bool = False,      # time both sides for some seconds on the card that is here?
     rates: Rates | None = None,   # instead of stored ones
-) -> Plan:
+) -> RunPlan:
     "Memory by device, seconds of a step, the slower side and the best split of the devices; nothing is loaded. `check()` raises ConfigError where it does not fit."
     name, g, size, like = _shape(target)
     threads, names = _devices(like, devices, card)
@@ -345,7 +345,7 @@ def plan(
     splits = _splits(g, cfg, names, rates, rates.gib, size)
     if counted and splits: threads = splits[0]["devices"]
     memory, seconds, parts = _layout(g, cfg, threads, rates, size)
-    p = Plan(name, g, cfg, threads, rates, [m | dict(of=rates.gib) for m in memory], seconds, parts, splits)
+    p = RunPlan(name, g, cfg, threads, rates, [m | dict(of=rates.gib) for m in memory], seconds, parts, splits)
     p.advice = [*([note] if note else []), *_advise(p, names, rates.gib, size)]
     return p
 
@@ -381,22 +381,22 @@ def _lines(p):
 def _names(names): return ", ".join(dict.fromkeys(names))
 def _span(seconds): return f"{seconds:.0f} s" if seconds < 120 else f"{seconds/60:.0f} min" if seconds < 7200 else f"{seconds/3600:.1f} h"
 
-def plan_text(p: Plan) -> str:
+def plan_text(p: RunPlan) -> str:
     "One line a fact."
     return "\n".join([f"plan for {p.target}", *(f"  {k:13}{v}" for k, v in _lines(p))])
 
-def plan_html(p: Plan) -> str:
+def plan_html(p: RunPlan) -> str:
     "A plain table."
     import html
     rows = "".join(f"<tr><th style='text-align:left'>{html.escape(k)}</th><td style='text-align:left'>{html.escape(v)}</td></tr>" for k, v in _lines(p))
     return f"<table><caption>plan for {html.escape(p.target)}</caption>{rows}</table>"
 
-def plan_table(p: Plan):
+def plan_table(p: RunPlan):
     "DataFrame: every division of the devices, best first."
     import pandas as pd
     return pd.DataFrame([{k: v for k, v in s.items() if k != "devices"} for s in p.splits])
 
-def plan_dict(p: Plan) -> dict:
+def plan_dict(p: RunPlan) -> dict:
     "Plain values."
     return dict(target=p.target, geometry=asdict(p.geometry), config=p.cfg.to_dict(), devices=p.devices, rates=asdict(p.rates), memory=p.memory, seconds=p.seconds, parts=p.parts, splits=p.splits,
                 fits=p.fits, bottleneck=p.bottleneck, tok_s=p.tok_s, advice=p.advice)
@@ -410,6 +410,6 @@ def read_where(
     if not count.strip().isdigit(): raise ConfigError(f"--plan {text!r}: give a number of GPUs, and a card if it is not here, such as '8xNVIDIA H200'")
     return dict(devices=int(count), card=card.strip() or None)
 
-def refuse(p: Plan):
+def refuse_plan(p: RunPlan):
     "Raise ConfigError with the knobs that would help where a device is too small."
     if not p.fits: raise ConfigError("; ".join(a for a in p.advice if "does not fit" in a))

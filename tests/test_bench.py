@@ -20,7 +20,7 @@ from dflash_nb.bench import (
 from dflash_nb.config import ConfigError, TrainConfig
 from dflash_nb.passes import bench_decode, bench_pipeline, bench_target, layer_weights, target_flops
 from dflash_nb.peer import bench_peer, peer_difference, peer_root
-from dflash_nb.speed import PARTS, Session, as_geometry, bench_text, main_bench, read_sweep_option, run_bench
+from dflash_nb.speed import BENCH_PARTS, BenchSession, as_geometry, bench_text, main_bench, read_sweep_option, run_bench
 
 TINY = GEOMETRIES["tiny"] | {"anchors": 4, "row_len": 32}
 
@@ -95,7 +95,7 @@ def test_a_part_that_fails_is_a_row_and_the_rest_runs(monkeypatch, capsys):
 
 
 def test_what_the_limit_leaves_out_is_named(tmp_path):
-    seen = run_bench(("tiny",), PARTS, ("eager",), sweeps={"layers": [1]}, limit=1e-9, out=tmp_path / "b.json")
+    seen = run_bench(("tiny",), BENCH_PARTS, ("eager",), sweeps={"layers": [1]}, limit=1e-9, out=tmp_path / "b.json")
     assert not seen["runs"][0]["rows"] and "tiny decode" in seen["left_out"] and "layers 1 drafter" in seen["left_out"]
     assert "left out" in bench_text(seen) and json.loads((tmp_path / "b.json").read_text())["left_out"] == seen["left_out"]
 
@@ -108,7 +108,7 @@ def test_a_sweep_changes_one_number():
 
 
 def test_a_row_is_stored_when_it_exists(tmp_path):
-    session = Session("cpu", tmp_path / "s.json", say=lambda text: None)
+    session = BenchSession("cpu", tmp_path / "s.json", say=lambda text: None)
     session.row(session.seen["sweeps"], "one", lambda: {"part": "drafter"})
     assert len(json.loads((tmp_path / "s.json").read_text())["sweeps"]) == 1
 
