@@ -315,10 +315,11 @@ class _Run(_Steps):
         self.group.tell(step=self.step, stage=self.stage, tok_s=self.last.get("drafter_tok_s"))
         if not self.ran or time.monotonic() - self._gauged < 1: return
         self._gauged = time.monotonic()
-        if self.group.size > 1: self.log.gauge(processes=self.group.table())
+        memory = gpu_memory(self.placement.target + self.placement.drafter)
+        if self.group.size > 1: self.group.tell(devices=memory); self.log.gauge(processes=self.group.table())
         counts = [s.runner.counts for s in self.line.sides]
         self.ran["counts"] = {k: sum(c[k] for c in counts) for k in counts[0]}
-        self.log.gauge(devices=gpu_memory(self.placement.target + self.placement.drafter), graphs=self.ran["counts"]["captures"],
+        self.log.gauge(devices=memory, graphs=self.ran["counts"]["captures"],
                        compiled=self.ran["counts"]["compiles"] + self.ran["counts"]["recompiles"], recompiled=self.ran["counts"]["recompiles"], runner=self.ran["name"])
 
     def _wait_paused(self):
