@@ -43,7 +43,7 @@ def part_jobs(
     "[(name, function that gives a row)] in the order of the table."
     jobs = [(f"drafter {r}", lambda r=r: bench_step(g, r, device, micro_rows=micro_rows, steps=steps, attention=attention, **kw)) for r in runners if "drafter" in parts]
     if peer: jobs.append(("specforge", lambda: bench_peer(g, device, steps=steps)))
-    if "target" in parts: jobs.append(("target", lambda: bench_target(g, device, micro_rows=micro_rows, steps=steps)))
+    if "target" in parts: jobs.append(("target", lambda: bench_target(g, device, micro_rows=micro_rows, steps=(steps + 1)//2)))
     if "pipeline" in parts: jobs += [(f"pipeline {r}", lambda r=r: bench_pipeline(g, None, device, micro_rows, steps, r, attention)) for r in runners]
     if "decode" in parts: jobs.append(("decode", lambda: bench_decode(g, device, calls=steps)))
     return jobs
@@ -83,6 +83,7 @@ def run_bench(
     out=None,               # JSON file, written after every row
     say=lambda text: None,  # where signs of life go
     command=None,           # stored
+    sweep_steps: int = 4,   # timed at each point of a sweep
     **kw,                   # of part_jobs
 ) -> dict:
     "Time every part at every geometry, then the sweeps."
@@ -99,7 +100,7 @@ def run_bench(
             session.row(run["rows"], f"{name} {what}", fn)
         if "drafter" in parts: _add_products(session, run, g, kw.get("micro_rows") or g.rows, device, dtype)
     for knob, values in (sweeps or {}).items():
-        for value in values: _sweep_point(session, next(iter(shapes.values())), knob, value, parts, runners[0], kw)
+        for value in values: _sweep_point(session, next(iter(shapes.values())), knob, value, parts, runners[0], dict(steps=sweep_steps, attention=kw.get("attention", "auto")))
     _add_shares(session)
     return session.seen
 
@@ -120,15 +121,15 @@ def _add_shares(session):
     session.save()
 
 # %% ../nbs/16h_speed.ipynb #16h-speed-012
-def _sweep_point(session, base, knob, value, parts, runner, kw):
+def _sweep_point(session, base, knob, value, parts, runner, how):
     "One point of a sweep: a drafter's row, and a target's where the number concerns it."
     g = as_geometry(base, {knob: value})
     more = dict(knob=knob, value=value, shape=asdict(g))
     session.say(f"sweep: {knob} {value}")
     drop = lambda row: {k: v for k, v in row.items() if k not in ("losses", "norms")}
-    session.row(session.seen["sweeps"], f"{knob} {value} drafter", lambda: drop(bench_step(g, runner, session.device, steps=kw.get("steps", 10), attention=kw.get("attention", "auto"))), **more)
+    session.row(session.seen["sweeps"], f"{knob} {value} drafter", lambda: drop(bench_step(g, runner, session.device, **how)), **more)
     if "target" in parts and knob in ("row_len", "rows", "depth"):
-        session.row(session.seen["sweeps"], f"{knob} {value} target", lambda: bench_target(g, session.device, steps=kw.get("steps", 10)), **more)
+        session.row(session.seen["sweeps"], f"{knob} {value} target", lambda: bench_target(g, session.device, steps=how["steps"]), **more)
 
 def read_sweep_option(
     text: str,  # "anchors=64,128"
@@ -175,6 +176,7 @@ def bench_parser() -> argparse.ArgumentParser:
     p.add_argument("--steps", type=int, default=10, help="steps timed")
     p.add_argument("--attention", default="auto", help="the drafter's attention")
     p.add_argument("--sweep", action="append", default=[], metavar="FIELD=N,N", help="also vary one number of the first geometry: anchors, row_len, block, layers, rows; may be given again")
+    p.add_argument("--sweep-steps", type=int, default=4, help="steps timed at each point of a sweep")
     p.add_argument("--head8", action="store_true", help="the frozen head in float8")
     p.add_argument("--kernels", action="store_true", help="device time by kind of kernel")
     p.add_argument("--peer", choices=["specforge"], help="time this package's step on the same tensors as well")
@@ -205,7 +207,7 @@ def main_bench(
             for n in names:
                 if as_geometry(n, batch).rows % a.micro_rows: raise ConfigError(f"micro_rows={a.micro_rows} does not divide {as_geometry(n, batch).rows} rows")
         seen = run_bench(names, parts, runners, a.device, batch, sweeps, a.limit, a.out, say, ["dflash_bench", *(sys.argv[1:] if argv is None else argv)], peer=bool(a.peer), micro_rows=a.micro_rows,
-                         steps=a.steps, attention=a.attention, head8=a.head8, kernels=a.kernels)
+                         steps=a.steps, attention=a.attention, head8=a.head8, kernels=a.kernels, sweep_steps=a.sweep_steps)
     except ConfigError as e:
         say(f"dflash_bench: error: {e}")
         return 2
