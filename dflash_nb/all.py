@@ -40,6 +40,7 @@ from .passes import *
 from .peer import *
 from .plan import *
 from .speed import *
+from .progress import *
 from .ablate import *
 from .studies import *
 from .export import *
