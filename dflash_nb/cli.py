@@ -140,6 +140,7 @@ def train_parser() -> argparse.ArgumentParser:
     p.add_argument("--config", metavar="FILE", help="TrainConfig as .yaml or .json; options given beside it win")
     p.add_argument("--demo", action="store_true", help="settings for the nano target that show a result in minutes on two cores: " + ", ".join(f"{k} {v}" for k, v in DEMO.items()))
     p.add_argument("--preflight", choices=("auto", "yes", "warn", "no"), default="auto", help="half a minute of overfitting, exporting, loading and decoding before the run: auto for new runs over ten minutes, warn goes on after a failure (default: auto)")
+    p.add_argument("--plan", nargs="?", const="", metavar="N[xCARD]", help="print memory, seconds of a step and the best split of the devices, and exit: on the devices named, on N GPUs, or on N of a card that is not here ('8xNVIDIA H200'); loads nothing, 2 where it does not fit")
     p.add_argument("--json", action="store_true", help="print one JSON object as the last line of stdout")
     add_config_options(p)
     return p
@@ -278,7 +279,7 @@ def _preflight(args, trainer):
     with stage("preflight: overfit, export, load, decode"):
         preflight(trainer.target, trainer.ds, trainer.cfg, on_fail="warn" if args.preflight == "warn" else "refuse", drafter=trainer.drafter if trainer.started_from else None)
 
-# %% ../nbs/30_cli.ipynb #30-cli-038
+# %% ../nbs/30_cli.ipynb #30-cli-034
 def _several() -> bool: return int(os.environ.get("WORLD_SIZE", 1)) > 1
 
 @contextmanager
@@ -306,7 +307,20 @@ def _main():
     if _several(): os._exit(DONE if code == STOPPED and "TORCHELASTIC_RUN_ID" in os.environ else code)  # a broken group may never end
     raise SystemExit(code)
 
-# %% ../nbs/30_cli.ipynb #30-cli-034
+def _planned(args) -> int:
+    "Answer --plan."
+    if args.resume: raise ConfigError("--plan beside --resume: a plan is for a new run; give --target and the options instead")
+    cfg = _train_config(args)
+    with stage("importing torch and transformers"):
+        from dflash_nb.plan import plan, read_where
+        _quiet()
+    p = plan(args.target or "nano", cfg, **(read_where(args.plan) or dict(devices=_places(args)[1])))
+    print(p, flush=True)
+    if args.json: _last_line(p.to_dict() | dict(command="dflash_train", exit_code=DONE if p.fits else BAD_INPUT))
+    p.check()
+    return DONE
+
+# %% ../nbs/30_cli.ipynb #30-cli-038
 def dflash_train(
     argv=None,  # list of strings; None: the command line
 ) -> int:
@@ -318,6 +332,7 @@ def dflash_train(
         run = args.resume or (trainer and trainer.home)
         return f"continue with: dflash_train --resume {shlex.quote(str(run))}" if run and (Path(run)/"run.json").exists() else ""
     def body():
+        if args.plan is not None: return _planned(args)
         with _started_together() as group: return train(group)
     def train(group):
         nonlocal trainer

@@ -142,7 +142,7 @@ def read_sweep_option(
     return knob, numbers
 
 # %% ../nbs/16h_speed.ipynb #16h-speed-014
-_COLUMNS = (("geometry", 10), ("part", 10), ("runner", 11), ("rows", 5), ("ms", 10), ("ms/row", 9), ("TFLOP/s", 9), ("share", 7), ("x prod", 7), ("GiB", 7), ("held", 7), ("allocs", 7), ("recomp", 7))
+_COLUMNS = (("geometry", 14), ("part", 10), ("runner", 11), ("rows", 5), ("ms", 10), ("ms/row", 9), ("TFLOP/s", 9), ("share", 7), ("x prod", 7), ("GiB", 7), ("held", 7), ("allocs", 7), ("recomp", 7))
 
 def bench_text(
     seen: dict,  # of run_bench

@@ -7,6 +7,7 @@ import pytest
 from transformers import Qwen3Config
 
 from dflash_nb.bench import GEOMETRIES, Geometry
+from dflash_nb.cli import BAD_INPUT, DONE, dflash_train
 from dflash_nb.config import ConfigError, TrainConfig
 from dflash_nb.drafter import Drafter
 from dflash_nb.plan import (
@@ -151,3 +152,16 @@ def test_stored_rates_say_where_they_come_from():
         assert isinstance(r, Rates) and r.date and r.versions and r.source
         assert min(r.products, r.attention, r.target_attention, r.bandwidth, r.gib) > 0
     assert isinstance(GEOMETRIES["tiny"], Geometry)
+
+
+def test_the_command_plans_and_exits(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert dflash_train(["--target", "qwen3_8b", "--plan", "8xNVIDIA H200", "--json"]) == DONE
+    last = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert last["command"] == "dflash_train" and last["exit_code"] == 0 and last["fits"] and len(last["splits"]) > 1
+    assert dflash_train(["--target", "qwen3_32b", "--num_anchors", "1024", "--plan", "1xNVIDIA H200"]) == BAD_INPUT
+    seen = capsys.readouterr()
+    assert "DOES NOT FIT" in seen.out and "micro_rows=" in seen.err and len(seen.err.splitlines()) == 1
+    assert dflash_train(["--plan", "--demo", "--device", "cpu"]) == DONE and "plan for nano" in capsys.readouterr().out
+    assert dflash_train(["--plan", "some"]) == BAD_INPUT and dflash_train(["--plan", "--resume", "runs/x"]) == BAD_INPUT
+    assert not list(tmp_path.iterdir())
