@@ -159,7 +159,7 @@ class SlotCurve:
 
 # %% ../nbs/02a_report.ipynb #02a-report-030
 CURVE_KEYS = ("loss", "train_tau", "sim_tau", "tau")
-ARM_COLORS = ("a", "b", "ok", "bad", "warn", "fg")  # of a sweep's first arms, names of the style's colours
+ARM_COLORS = ("a", "b", "ok", "bad", "fg")  # of a sweep's first arms, names of the style's colours
 
 class RunTail:
     "What a face knows of a run directory: state, curves, slots, notable events. Memory does not grow with the run."
@@ -376,6 +376,7 @@ def count_words(
     if s.cuda_errors: words.insert(1, _n(s.cuda_errors, "CUDA error"))
     if s.lost: words.append(f"{s.lost} EVENTS LOST ({s.lost_error})")
     if s.compile_cache_bytes is not None: words.append(f"compile cache {_big(s.compile_cache_bytes)}B")
+    if s.sweep: return " · ".join(words)  # its checkpoints are those of its runs
     return " · ".join(words + ["no checkpoint" if not c else f"checkpoint {c['step']}" + (f", {_secs(c['age'])} ago" if age and c["age"] is not None else "")])
 
 # %% ../nbs/02a_report.ipynb #02a-report-046
@@ -651,10 +652,16 @@ def _report_rows(tail, s) -> list:  # (name, text)
             ("tau", _g(s.tau) + (f" [{_g(s.tau_ci[0])}, {_g(s.tau_ci[1])}]" if s.tau_ci else "") + f" at step {s.tau_step}" if s.tau is not None else ""),
             (tail.slot_name or "by slot", " ".join(f"{v:.2f}" for v in tail.slots.now or [] if _num(v) is not None)), ("speed", flow_words(s)),
             ("checkpoint", f"step {s.checkpoint['step']}, {s.checkpoint['path']}" if s.checkpoint else "none"), ("counts", count_words(s, age=False)), ("run directory", s.run_dir)]
-    if s.sweep: rows = [r for r in rows if r[0] != "checkpoint"] + [("runs", sweep_words(s.sweep))] + [(f"{r.get('arm')}, seed {r.get('seed')}", run_words(r)) for r in s.sweep["rows"]]
+    if s.sweep: rows = [r for r in rows if r[0] != "checkpoint"] + [("runs", sweep_words(s.sweep)), *_run_rows(s.sweep)]
     if s.state == "killed": rows.insert(2, ("error", f"the process {s.pid} is gone without a last word: killed from outside, or out of host memory; {go_on_words(s)}"))
     if (x := s.last_exception) and not x.get("arm"): rows.insert(2, ("error", f"{x.get('type')}: {x.get('text')} (thread {x.get('thread')}, device {x.get('device')}, step {x.get('step')})"))
     return [(k, v) for k, v in rows if v]
+
+def _run_rows(sweep, most=20) -> list:  # (name, text)
+    "The runs of a sweep, failed ones first where there are many."
+    rows = sorted(sweep["rows"], key=lambda r: r.get("state") != "failed") if len(sweep["rows"]) > most else sweep["rows"]
+    more = (_num(sweep.get("runs")) or 0) - len(rows[:most])
+    return [(f"{r.get('arm')}, seed {r.get('seed')}", run_words(r)) for r in rows[:most]] + ([("more runs", str(more))] if more > 0 else [])
 
 def advice(
     run_dir,
@@ -672,6 +679,7 @@ class _ReadRun:
         outcome: str|None = None,    # known better than the files do (the last line is still to be written)
     ):
         self.tail = tail or RunTail(run_dir)
+        self.tail._beat_at = -99.  # the last heartbeat counts, however new the one before is
         while self.tail.look(): pass
         self.status = self.tail.status()
         if self.status and outcome and self.status.state not in ENDED: self.status.update(state=outcome, eta=None)

@@ -190,11 +190,12 @@ def _sweep(state, word) -> dict|None:  # counts: by state; rows: dicts; runs, hi
     "The runs of a sweep; None where the run is no sweep."
     told = state["gauges"].get("sweep")
     if not isinstance(told, dict) or not isinstance(told.get("rows"), list) or not isinstance(told.get("counts"), dict): return None
+    told = dict(told, rows=[r for r in told["rows"] if isinstance(r, dict)])
     if word in ("starting", "running", "paused", "unknown-host"): return told
     end, counts = "killed" if word == "killed" else "stopped", dict(told["counts"])
-    if n := counts.pop("running", 0): counts[end] = counts.get(end, 0) + n
+    if n := counts.get("running"): counts |= {"running": 0, end: counts.get(end, 0) + n}
     over = lambda r: dict(r, state=end, eta=None) if r.get("state") in ("running", "decoding") else r
-    return dict(told, counts=counts, rows=[over(r) for r in told["rows"] if isinstance(r, dict)], eta=None)
+    return dict(told, counts=counts, rows=[over(r) for r in told["rows"]], eta=None)
 
 # %% ../nbs/02_status.ipynb #02-status-052
 def status_of(
@@ -316,7 +317,7 @@ def _count_line(s) -> str:
     if s.skipped: parts.append(f"{s.skipped} steps refused")
     if s.compile_cache_bytes is not None: parts.append(f"compile cache {_big(s.compile_cache_bytes)}B")
     c = s.checkpoint
-    parts.append("no checkpoint" if not c else f"checkpoint {c['step']}" + (f", {_secs(c['age'])} ago" if c["age"] is not None else ""))
+    if not s.sweep: parts.append("no checkpoint" if not c else f"checkpoint {c['step']}" + (f", {_secs(c['age'])} ago" if c["age"] is not None else ""))
     return " | ".join(parts)
 
 def format_status(s: Status) -> str:
