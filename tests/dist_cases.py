@@ -36,7 +36,7 @@ def build(run_dir, case, group=None):
         target = type(target).from_model(target.model.double(), name="double")
     calls = [ProgressCB(show="off"), *(globals()[name](run_dir, **kw) for name, kw in case.get("callbacks", {}).items())]
     devices = case.get("devices", "auto")
-    if case.get("resume"):
+    if case.get("resume") is not None:
         t = Trainer.from_run(run_dir, target=target, devices=devices, callbacks=calls, group=group, **case["resume"])
     else:
         t = Trainer(target, toy_data(), config(**case.get("delta", {})), run_dir, devices, calls, group=group)
@@ -87,6 +87,10 @@ def slow(run_dir, seconds):
 
 def child(rank, size, port, run_dir, case, to):
     "One process; what became of it is written to a file."
+    if case.get("absent") == rank:
+        os._exit(0)
+    if case.get("differ") == rank:
+        case = case | dict(delta=dict(lr=.02))
     import torch
     torch.set_num_threads(1)
     if size > 1:
