@@ -111,17 +111,20 @@ Peers._run, Peers.find, Peers.leave = _watch_peers, _find_lost, _leave_peers
 # %% ../nbs/20_dist.ipynb #20-dist-016
 _gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
+def _all_reduce(out, value, **how): return dist.all_reduce(out, **how)
+
 class Bucket:
     "A stretch of a flat gradient buffer, with room to exchange it."
-    def __init__(self, flat, start, stop, size):
+    def __init__(self, flat, start, stop, size, ordered=True):
         self.part, self.waits, self.left = flat[start:stop], 0, 0
-        share = -(-(stop - start)//size)
+        share = -(-(stop - start)//size)*ordered
         self.out, self.got = flat.new_zeros(share*size), flat.new_zeros(share*size)
 
     def sum(self,
         run,  # (collective, *arguments): waits for it
     ):
         "Exchange shares, add them in the order of the ranks, gather the sums."
+        if not len(self.got): return run(_all_reduce, self.part, self.part)
         n, (size, share) = len(self.part), (dist.get_world_size(), len(self.got)//dist.get_world_size())
         self.out[:n].copy_(self.part)
         run(dist.all_to_all_single, self.got, self.out)
@@ -136,6 +139,7 @@ class GradientSum:
         side,              # DrafterSide with its buffer
         run,               # (collective, *arguments): waits for it
         most: int = 1 << 23,  # numbers of a bucket
+        ordered: bool = True,  # add in the order of the ranks? Else in the order that the library likes best
     ):
         self.flat, self.run, self.pool, self.outcomes, self.armed = side.flat, run, Pool(), [], False
         params, self.buckets, self.hooks, stop = [p for p in side.drafter.parameters() if p.requires_grad], [], [], len(side.flat)
@@ -143,7 +147,7 @@ class GradientSum:
         for i, p in reversed(list(enumerate(params))):
             group.append(p); start -= p.numel()
             if stop - start >= most or i == 0:
-                bucket = Bucket(side.flat, start, stop, dist.get_world_size())
+                bucket = Bucket(side.flat, start, stop, dist.get_world_size(), ordered)
                 bucket.waits, stop = len(group), start
                 self.hooks += [q.register_post_accumulate_grad_hook(lambda _, b=bucket: self.ready(b)) for q in group]
                 self.buckets.append(bucket)
@@ -198,6 +202,7 @@ class Processes(OneProcess):
         join: float = 300.,           # seconds to wait for all processes at the start
         beat: float = 1.,             # seconds between signs of life
         bucket: int = 1 << 23,        # numbers of gradient summed at a time
+        ordered: bool | None = None,  # add in the order of the ranks? None: yes, but between nodes with GPUs, where each number would cross the network once for every process
     ):
         self.rank, self.size, self.bucket, self._n, self._sums, self._leaving = rank, size, bucket, 0, {}, ""
         self.store, self.peers = store.clone(), Peers(dist.PrefixStore("peers", store), rank, size, patience, beat)
@@ -206,6 +211,7 @@ class Processes(OneProcess):
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "cpu:gloo"
         dist.init_process_group(backend, store=dist.PrefixStore("torch", store), rank=rank, world_size=size, timeout=timedelta(days=7))
         if "nccl" in backend: self.peers.on_lost = _abort
+        self.ordered = ("nccl" not in backend or int(os.environ.get("LOCAL_WORLD_SIZE", size)) == size) if ordered is None else ordered
 
     def folder(self, run_dir): return Path(run_dir)/"ranks"/f"rank-{self.rank}" if self.rank else Path(run_dir)
 
@@ -291,7 +297,7 @@ def _sums(group, side):
     old = group._sums.get(side.index)
     if old is not None and old.flat is side.flat: return old
     if old is not None: old.close()
-    group._sums[side.index] = GradientSum(side, group.run, group.bucket)
+    group._sums[side.index] = GradientSum(side, group.run, group.bucket, group.ordered)
     return group._sums[side.index]
 
 def _forget(group):
