@@ -350,6 +350,10 @@ SICK = dict(
         dict(steps=[dict(ok, drafter_wait=0.5, target_wait=0.0)] * 10),
         dict(steps=[dict(ok, drafter_wait=0.05, target_wait=0.1)] * 10),
     ),
+    growth=(
+        dict(steps=[dict(ok, shapes=1 + i // 5, recompiled=0) for i in range(20)]),
+        dict(steps=[dict(ok, shapes=1, recompiled=0, reserved_gb=2.0)] * 60),
+    ),
     failed=(dict(steps=[ok], end="failed"), dict(steps=[ok], end="stopped")),
 )
 
@@ -386,6 +390,26 @@ def test_a_swinging_cosine_is_whiplash_although_its_mean_is_not(tmp_path):
     made(tmp_path / "turns", [dict(ok, grad_cos=c) for c in (0.6, -0.4, 0.5, 0.3) * 10])
     made(tmp_path / "noisy", [dict(ok, grad_cos=c) for c in (0.3, -0.12, 0.2, 0.1) * 10])
     assert rules(tmp_path / "turns") == {"whiplash"} and rules(tmp_path / "noisy") == set()
+
+
+def test_growth_of_graphs_and_of_memory(tmp_path):
+    held = lambda f: [dict(ok, shapes=1, recompiled=0, reserved_gb=f(i)) for i in range(80)]
+    made(tmp_path / "graphs", [dict(ok, shapes=1, recompiled=i) for i in range(8)])
+    made(tmp_path / "memory", held(lambda i: 2 + 0.1 * (i // 8)))
+    made(tmp_path / "first evaluation", held(lambda i: 2 + (i > 60)))
+    made(tmp_path / "start-up", held(lambda i: 2 + 0.1 * min(i, 30)))
+    assert rules(tmp_path / "graphs") == rules(tmp_path / "memory") == {"growth"}
+    assert "7 graphs compiled" in repr(diagnose(tmp_path / "graphs")) and "from 2.5 to 2.9 GiB" in repr(diagnose(tmp_path / "memory"))
+    assert rules(tmp_path / "first evaluation") == rules(tmp_path / "start-up") == set()
+
+
+def test_growth_counts_the_last_attempt_alone(tmp_path):
+    made(tmp_path, [dict(ok, shapes=3)] * 9, end="stopped")
+    log = made(tmp_path, end=None)
+    for s in range(10, 20):
+        log.step(s, **ok, shapes=1)
+    log.close("finished")
+    assert rules(tmp_path) == set()
 
 
 def test_starving_names_the_side(tmp_path):
