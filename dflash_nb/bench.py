@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['GEOMETRIES', 'KERNEL_KINDS', 'Geometry', 'products', 'attention_flops', 'step_flops', 'StepInputs', 'random_inputs',
            'RandomIO', 'random_drafter', 'step_runner', 'run_step', 'milliseconds', 'product_ms', 'matmul_ceiling',
-           'bench_step', 'peak_memory', 'fresh_memory', 'moved_counts', 'machine', 'kind_of', 'kernel_times']
+           'bench_step', 'peak_memory', 'fresh_memory', 'moved_counts', 'machine', 'kind_of', 'kernel_times', 'spent']
 
 # %% ../nbs/16d_bench.ipynb #16d-bench-000
 import gc
@@ -223,7 +223,7 @@ def bench_step(
     cfg:TrainConfig=None, # loss and optimizer; None: the recipe
     attention:str="auto", # backend
     head8:bool=False, # the frozen head in float8?
-    kernels:bool=False, # add device milliseconds by kind of kernel?
+    kernels:bool=False, # add milliseconds by kernel, or by operation on a CPU?
 )->dict: # one row of the table
     "Median time, rate and peak memory of a drafter step; losses of its steps."
     g = GEOMETRIES[geometry] if isinstance(geometry, str) else geometry
@@ -241,7 +241,7 @@ def bench_step(
     ms = milliseconds(lambda: kept.append(run_step(run, micros)), device, steps)
     row = _row(g, run, ms, device, warm) | moved_counts(before, device) | dict(
         part="drafter", micro_rows=rows, head8=head8, fallbacks=told, losses=[o.loss.item() for o, *_ in kept], norms=[n.item() for _, n, _ in kept])
-    if kernels: row["kinds"] = _by_kind(kernel_times(lambda: run_step(run, micros)))
+    if kernels: row |= spent(lambda: run_step(run, micros), device)
     run.close()
     return row
 
@@ -284,7 +284,7 @@ def machine(
     return dict(date=time.strftime("%Y-%m-%d"), device=torch.cuda.get_device_name(device) if cuda else platform.processor() or platform.machine(),
                 torch=torch.__version__, cuda=torch.version.cuda, python=platform.python_version())
 
-# %% ../nbs/16d_bench.ipynb #16a-bench-022
+# %% ../nbs/16d_bench.ipynb #16d-bench-008
 KERNEL_KINDS = dict(product=("gemm", "cutlass", "nvjet", "cublas", "xmma"), attention=("flex", "flash", "fmha", "attention"), optimizer=("multi_tensor", "fused_adam", "Adam"),
              compiled=("triton",), logits=("_stats_kernel", "_gradient_kernel", "_quantize_kernel"), copy=("Memcpy", "Memset", "copy"))
 
@@ -295,19 +295,26 @@ def kind_of(
     return next((kind for kind, marks in KERNEL_KINDS.items() if any(m in kernel for m in marks)), "other")
 
 def kernel_times(
-    fn, # no arguments; runs on the current CUDA device
-)->dict: # {kernel: (milliseconds, launches)}, longest first
-    "Device time of every kernel in one call."
+    fn, # no arguments; runs on the current CUDA device, or on the CPU
+    cuda:bool=True, # kernels of the device? Else operations of the CPU
+)->dict: # {kernel or operation: (milliseconds, launches)}, longest first
+    "Time of every kernel in one call."
     from torch.profiler import ProfilerActivity, profile
-    with profile(activities=[ProfilerActivity.CUDA]) as prof:
+    with profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]) as prof:
         fn()
-        torch.cuda.synchronize()
-    found = {e.key: (e.self_device_time_total / 1e3, e.count) for e in prof.key_averages() if e.self_device_time_total}
+        if cuda: torch.cuda.synchronize()
+    own = "self_device_time_total" if cuda else "self_cpu_time_total"
+    found = {e.key: (getattr(e, own) / 1e3, e.count) for e in prof.key_averages() if getattr(e, own)}
     return dict(sorted(found.items(), key=lambda kv: -kv[1][0]))
 
-# %% ../nbs/16d_bench.ipynb #16a-bench-024
-def _by_kind(kernels):
-    "{kind: milliseconds} of `kernel_times`."
+# %% ../nbs/16d_bench.ipynb #16d-bench-009
+def spent(
+    fn, # no arguments
+    device, # where it runs
+)->dict: # kinds: {kind: milliseconds} on CUDA; longest: the twelve longest kernels or operations
+    "Where the time of a call goes."
+    times = kernel_times(fn, torch.device(device).type == "cuda")
     kinds = {}
-    for name, (ms, _) in kernels.items(): kinds[kind_of(name)] = kinds.get(kind_of(name), 0.0) + ms
-    return kinds
+    for name, (ms, _) in times.items(): kinds[kind_of(name)] = kinds.get(kind_of(name), 0.0) + ms
+    longest = [(name[:60], round(ms, 3), n) for name, (ms, n) in list(times.items())[:12]]
+    return dict(longest=longest) | (dict(kinds=kinds) if torch.device(device).type == "cuda" else {})

@@ -9,7 +9,7 @@ __all__ = ['layer_weights', 'read_layers', 'target_flops', 'decode_flops', 'batc
 # %% ../nbs/16ea_passes.ipynb #16ea-passes-001
 import statistics
 import torch
-from .bench import GEOMETRIES, Geometry, fresh_memory, milliseconds, moved_counts, peak_memory, random_drafter, step_flops
+from .bench import GEOMETRIES, Geometry, fresh_memory, milliseconds, moved_counts, peak_memory, random_drafter, spent, step_flops
 from .config import default_layer_ids, resolve
 from .data import batches, pack
 from .decode import speculate
@@ -61,6 +61,7 @@ def bench_target(
     dtype: torch.dtype | None = None,  # None: bfloat16 on CUDA, else float32
     micro_rows: int | None = None,     # None: all rows
     steps: int = 10,                   # timed
+    kernels: bool = False,             # add milliseconds by kernel, or by operation on a CPU?
 ) -> dict:
     "Median milliseconds of a target's work for one step, its rate and its memory."
     g = GEOMETRIES[geometry] if isinstance(geometry, str) else geometry
@@ -78,7 +79,7 @@ def bench_target(
     ms = milliseconds(work, device, steps)
     median = statistics.median(ms)
     return dict(part="target", runner="eager", rows=g.rows, micro_rows=cfg.micro_rows, layers_read=read_layers(g)[-1] + 1, ms=median, ms_row=median/g.rows, spread_ms=[min(ms), max(ms)],
-                tflops=target_flops(g, g.rows)/median/1e9, **moved_counts(before, device), **peak_memory(device))
+                tflops=target_flops(g, g.rows)/median/1e9, **moved_counts(before, device), **peak_memory(device), **(spent(work, device) if kernels else {}))
 
 # %% ../nbs/16ea_passes.ipynb #16ea-passes-015
 def bench_pipeline(

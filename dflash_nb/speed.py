@@ -43,7 +43,7 @@ def part_jobs(
     "[(name, function that gives a row)] in the order of the table."
     jobs = [(f"drafter {r}", lambda r=r: bench_step(g, r, device, micro_rows=micro_rows, steps=steps, attention=attention, **kw)) for r in runners if "drafter" in parts]
     if peer: jobs.append(("specforge", lambda: bench_peer(g, device, steps=steps)))
-    if "target" in parts: jobs.append(("target", lambda: bench_target(g, device, micro_rows=micro_rows, steps=(steps + 1)//2)))
+    if "target" in parts: jobs.append(("target", lambda: bench_target(g, device, micro_rows=micro_rows, steps=(steps + 1)//2, kernels=kw.get("kernels", False))))
     if "pipeline" in parts: jobs += [(f"pipeline {r}", lambda r=r: bench_pipeline(g, None, device, micro_rows, steps, r, attention)) for r in runners]
     if "decode" in parts: jobs.append(("decode", lambda: bench_decode(g, device, calls=steps)))
     return jobs
@@ -178,7 +178,7 @@ def bench_parser() -> argparse.ArgumentParser:
     p.add_argument("--sweep", action="append", default=[], metavar="FIELD=N,N", help="also vary one number of the first geometry: anchors, row_len, block, layers, rows; may be given again")
     p.add_argument("--sweep-steps", type=int, default=4, help="steps timed at each point of a sweep")
     p.add_argument("--head8", action="store_true", help="the frozen head in float8")
-    p.add_argument("--kernels", action="store_true", help="device time by kind of kernel")
+    p.add_argument("--kernels", action="store_true", help="time by kernel, or by operation on a CPU")
     p.add_argument("--peer", choices=["specforge"], help="time this package's step on the same tensors as well")
     p.add_argument("--limit", type=float, help="seconds after which nothing more is begun")
     p.add_argument("--out", help="JSON file, written after every row")
