@@ -7,8 +7,8 @@ __all__ = ['BUG_KINDS', 'KEPT', 'fill_rows', 'some_rows', 'hook_grouped_batches'
            'read_once', 'micro_with_noise', 'hook_noise_in_target', 'noisy_read', 'noise_in_place',
            'hook_anchor_visible', 'see_anchor', 'bug_data', 'bug_config', 'smoke', 'sized', 'study_folder', 'Setup',
            'run_setups', 'trained', 'late_mean', 'swing', 'thinned', 'hardware', 'records_folder', 'store_study',
-           'load_study', 'store_events', 'recorded_run', 'store_gpu', 'gpu_record', 'gpu_line', 'study_text',
-           'plot_study', 'harm_text', 'bug_index']
+           'load_study', 'store_events', 'recorded_run', 'traced_anew', 'store_gpu', 'gpu_record', 'gpu_line',
+           'study_text', 'plot_study', 'plot_arms', 'harm_text', 'bug_index']
 
 # %% ../nbs/19b_bugs.ipynb #19b-bugs-001
 import functools
@@ -18,6 +18,7 @@ import os
 import platform
 import shutil
 import tempfile
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import date
 from pathlib import Path
@@ -25,6 +26,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from . import drafter as _parts
 from .callbacks import GradCosCB, ProgressCB
 from .config import ConfigError, TrainConfig
 from .data import Packed, batch_at, encode_chats, load_chats
@@ -330,6 +332,20 @@ def recorded_run(
     shutil.copy(records_folder()/f"{name}.events.jsonl", path/"events.jsonl")
     return path
 
+# %% ../nbs/19b_bugs.ipynb #19b-bugs-034
+@contextmanager
+def traced_anew(
+    backend:str="eager", # of torch.compile; this one traces and runs the trace
+):
+    "Within, the drafter's parts are compiled as if for the first time."
+    import torch._dynamo as dynamo # seconds, and few need it
+    kept, _parts._BACKEND = _parts._BACKEND, backend
+    dynamo.reset()
+    for f in list(vars(_parts).values()):
+        if hasattr(f, "cache_clear"): f.cache_clear()
+    try: yield
+    finally: _parts._BACKEND = kept
+
 # %% ../nbs/19b_bugs.ipynb #19b-bugs-027
 def store_gpu(
     name:str, # of the notebook
@@ -379,6 +395,27 @@ def plot_study(
     plt.close(fig)
     draw_curves(left, ab, curve)
     draw_differences(right, ab, final)
+    return fig
+
+# %% ../nbs/19b_bugs.ipynb #19b-bugs-037
+def plot_arms(
+    ab:Ablation,
+    metrics:dict, # metric -> title of its panel
+    arms=None, # from top to bottom; None: all
+): # matplotlib Figure
+    "A panel for each metric: the mean of every arm as a bar, each seed as a dot."
+    import matplotlib.pyplot as plt
+    arms = list(arms or ab.arms)
+    fig, axes = plt.subplots(1, len(metrics), figsize=(8, .8 + .36 * len(arms)), layout="constrained", sharey=True, squeeze=False)
+    plt.close(fig)
+    for ax, (metric, title) in zip(axes[0], metrics.items()):
+        for i, arm in enumerate(arms):
+            v = [float(np.mean(x)) for x in ab.values(metric)[arm].values()]
+            ax.barh(i, np.mean(v), color="C0" if arm == ab.base else "C1", alpha=.5)
+            ax.plot(v, [i] * len(v), "k.", ms=4)
+        ax.set(title=title, yticks=range(len(arms)), yticklabels=arms)
+        ax.margins(x=.08)
+    axes[0, 0].invert_yaxis()
     return fig
 
 # %% ../nbs/19b_bugs.ipynb #19b-bugs-031
