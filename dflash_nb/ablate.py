@@ -6,13 +6,14 @@
 __all__ = ['SHARED', 'ANCHORS', 'share_key', 'SharedReader', 'ArmRun', 'open_run', 'save_run', 'append_row', 'read_rows',
            'fan_out', 'Sweep', 'group_runs', 'free_bytes', 'take_round', 'common_step', 'train_group', 'train_round',
            'put_off', 'Looks', 'fail_run', 'sweep_step', 'publish', 'budget_steps', 'step_seconds', 'plan_sweep',
-           'ablate', 'run_sweep', 'start_sweep', 'where_runs_stand', 'SweepRun', 'open_sweep', 'rebuild_plan',
-           'read_sweep', 'arm_trainer', 'find_lr']
+           'ablate', 'executor_of', 'run_sweep', 'start_sweep', 'where_runs_stand', 'SweepRun', 'open_sweep',
+           'rebuild_plan', 'read_sweep', 'arm_trainer', 'find_lr']
 
 # %% ../nbs/18_ablate.ipynb #18-ablate-001
 import asyncio, hashlib, json, math, queue, re, shutil, tempfile, threading, time
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 from pathlib import Path
 import torch
 from .arms import Arm, Plan, arm_name, plan_arms, with_delta
@@ -22,6 +23,7 @@ from .data import Dataset, batch_at, pack, validation_blocks
 from .drafter import Drafter, copy_target_layers, own_head
 from .evaluate import evaluate, sim_tau, walk_tau
 from .events import EventLog, EventsLost, RunDirError, exception_fields, holds_run, software_versions, write_json
+from .gpus import free_gib
 from .losses import combine, needs_teacher
 from .optim import LRRange, lr_range
 from .pipeline import own_modes, replicate_target, step_metrics
@@ -227,7 +229,7 @@ def free_bytes(
     device,
 )->float: # bytes; inf where it cannot be known
     "Memory that a device has left."
-    if torch.device(device).type == "cuda": return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    if torch.device(device).type == "cuda": return free_gib(device) * 2**30
     try: return 1024 * int(re.search(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text())[1])
     except (OSError, TypeError): return math.inf
 
@@ -479,7 +481,8 @@ def _claim(path, wanted, resume, steps):
     refuse_taken(path, resume)
     if file.exists():
         old = json.loads(file.read_text())
-        differ = [k for k in plain if old["plan"].get(k) != plain[k]]
+        old["plan"]["base"] = TrainConfig.from_dict(old["plan"]["base"]).to_dict()  # a knob that is younger than the sweep has its default
+        differ = [k for k in plain if json.loads(json.dumps(old["plan"].get(k))) != plain[k]]
         if differ: raise ConfigError(f"sweep_dir {str(path)!r} holds another sweep: {', '.join(differ)} differ{'s' * (len(differ) == 1)}; give the same arguments, or another folder")
         return old["steps"]
     path.mkdir(parents=True, exist_ok=True)
@@ -508,15 +511,26 @@ def ablate(
     resume:bool=False, # go on with the sweep in `sweep_dir`?
     show:str="auto", # progress: auto (the live view in a notebook), widget, bar, lines or off
     block:bool=True, # wait for the end? Else return a `SweepRun` at once
+    executor=None, # who trains: None (threads here), "ray" (a cluster), or a callable that is given the `Sweep`, such as `RayArms(...)`
 )->Ablation:
     "Train every arm with every seed, fed by shared target passes; returns what was measured, also after a stop."
+    serve = executor_of(executor)
     refuse_taken(Path(sweep_dir), resume)
     face = SweepFace(sweep_dir, show, blocks=block)
     try:
         sweep = plan_sweep(target, ds, cfg, grid or {}, seeds, budget, sweep_dir, prompts, holdout, max_new_tokens, walk_docs, devices, max_drafters, features, twin, resume)
         if not (sweep.path/"prompts.json").exists(): _store(sweep)
+        sweep.options["serve"] = serve
         return start_sweep(sweep, face, block)
     except BaseException: face.close(); raise
+
+def executor_of(
+    executor, # None, a name, or a callable that is given the `Sweep`
+): # the callable, or None
+    "Who serves a sweep; raises `ConfigError` for an unknown name, or where a package is missing."
+    if executor is None or callable(executor): return executor
+    if executor == "ray": return import_module("dflash_nb.ray_arms").RayArms()  # a later module: only where it is asked for
+    raise ConfigError(f"executor={executor!r}: choose ray, a callable that is given the sweep, or none")
 
 def _store(sweep):
     "What a process needs that goes on with the sweep: data, held-out documents, prompts."
@@ -570,7 +584,7 @@ def _train(sweep, face):
     "Serve all groups; the end is in the events whatever happens."
     log, outcome = sweep.log, "failed"
     try:
-        with interrupts(sweep.stop), log.stage("sweep"): _serve(sweep)
+        with interrupts(sweep.stop), log.stage("sweep"): (sweep.options.get("serve") or _serve)(sweep)
         outcome = "stopped" if sweep.stopping.is_set() else "finished"
     except BaseException as e: log.exception(e); raise
     finally:
