@@ -94,7 +94,7 @@ def check_exact(
     was, now = effective(base), effective(arm.cfg)
     named = {k.partition(".")[0] for k in arm.delta}
     named |= {f for k in named for f in FOLLOWS.get(k, ())}
-    extra = [f"{k} {was[k]} -> {now[k]}" for k in now if was[k] != now[k] and k not in named]
+    extra = [f"{k} {was.get(k)} -> {now.get(k)}" for k in {**was, **now} if was.get(k) != now.get(k) and k not in named]
     if extra: raise ConfigError(f"arm {arm.name!r} changes more than its delta: {', '.join(extra)}")
 
 # %% ../nbs/16a_arms.ipynb #16a-arms-019

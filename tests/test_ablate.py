@@ -272,6 +272,17 @@ def test_another_plan_in_the_same_folder_is_refused(pair, tmp_path):
         arm_trainer(pair[0], tmp_path / "s", "x")
 
 
+def test_a_knob_that_is_younger_than_the_sweep_does_not_end_it(pair, tmp_path):
+    cfg = CFG | dict(steps=1, eval_every=1)
+    ablate(*pair, cfg, {"gamma": [1]}, seeds=1, sweep_dir=tmp_path / "s", **SHORT)
+    old = json.loads((tmp_path / "s/sweep.json").read_text())
+    del old["plan"]["base"]["weight_decay"]
+    (tmp_path / "s/sweep.json").write_text(json.dumps(old))
+    assert ablate(*pair, cfg, {"gamma": [1]}, seeds=1, sweep_dir=tmp_path / "s", resume=True, **SHORT).outcome == "finished"
+    with pytest.raises(ConfigError, match="base, arms differ"):
+        ablate(*pair, cfg | dict(weight_decay=0.1), {"gamma": [1]}, seeds=1, sweep_dir=tmp_path / "s", resume=True, **SHORT)
+
+
 def test_budgets(pair, tmp_path):
     plan = dict(grid={"token_budget": [256, 64]}, seeds=1, holdout=4)
     tokens = plan_sweep(*pair, CFG, budget="tokens", sweep_dir=tmp_path / "t", **plan)

@@ -78,3 +78,13 @@ def test_names():
     names = [folder_name(n) for n in ("loss=0.1 ce + 0.9 tv", "../../x", "a/b", "", "x" * 300)]
     assert all("/" not in n and n not in ("", ".", "..") and len(n) <= 80 for n in names)
     assert len({folder_name(n) for n in ("a b", "a_b", "a/b", "x" * 70, "x" * 71)}) == 5
+
+
+def test_a_knob_that_only_one_of_two_configs_reads_is_compared(monkeypatch):
+    from dflash_nb import arms
+    inner = arms.effective
+    monkeypatch.setattr(arms, "effective", lambda cfg: {k: v for k, v in inner(cfg).items() if k != "clip" or cfg.clip != 1.0})
+    check_exact(BASE, Arm("named", dict(clip=2.0), BASE | dict(clip=2.0), ""))
+    for a, b in ((1.0, 2.0), (2.0, 1.0)):
+        with pytest.raises(ConfigError, match="clip"):
+            check_exact(BASE | dict(clip=a), Arm("stray", dict(gamma=2), BASE | dict(gamma=2, clip=b), ""))
