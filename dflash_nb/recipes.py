@@ -6,8 +6,8 @@
 __all__ = ['PEER', 'SEARCH', 'STUDY', 'COSTS', 'PARTS', 'Study', 'first_turns', 'study_prompts', 'same_words', 'check_overlap',
            'prepare', 'nano_prompts', 'nano_study', 'HeldFeatures', 'HeldPart', 'walk_rows', 'Workshop', 'hold',
            'step_wall', 'filled', 'seconds_of', 'run_arms', 'time_limit', 'trained', 'tune_scores', 'report_drafter',
-           'comparison', 'halving', 'combine', 'baseline', 'search', 'winner', 'more_answers', 'frontier', 'ceiling',
-           'decode_speed', 'compare_parts', 'first_prompts', 'main_recipes', 'run_parts']
+           'comparison', 'halving', 'planned_steps', 'combine', 'baseline', 'search', 'winner', 'more_answers',
+           'frontier', 'ceiling', 'decode_speed', 'compare_parts', 'first_prompts', 'main_recipes', 'run_parts']
 
 # %% ../nbs/21_recipes.ipynb #21-recipes-001
 import argparse, json, math, re, statistics, tempfile, threading, time
@@ -405,8 +405,7 @@ def halving(
     rows, left = [], list(arms)
     for i, (seconds, keep) in enumerate(rungs):
         grid = {"the base": {}, **{k: arms[k] for k in left}}
-        steps = {k: seconds_of(w, w.config(d), seconds) for k, d in _one_pass(w, grid)}
-        found = w.sweep(f"rung-{i}", grid, steps)
+        found = w.sweep(f"rung-{i}", grid, planned_steps(w, f"rung-{i}", grid, seconds))
         rows += [dict(r, rung=i, seconds=seconds) for r in found]
         w.save("search_rows", rows)
         ranked = sorted((r for r in found if r["arm"] in left), key=lambda r: -r["score"])
@@ -414,12 +413,18 @@ def halving(
         print(f"rung {i}: {', '.join(left)}", flush=True)
     return rows, left
 
-def _one_pass(w, grid):
-    "The arms in order, after one pass of the target over all layers that any of them reads."
+def planned_steps(w, name, grid, seconds):
+    "Steps of each arm: those of a sweep that was begun, else timed, after one pass of the target over all layers that any arm reads."
+    begun = w.out/"sweeps"/name/"sweep.json"
+    if begun.exists():
+        told = json.loads(begun.read_text())["steps"]
+        return {k: told["base" if i == 0 else k] for i, k in enumerate(grid)}
     cfgs = [filled(w, w.config(d)) for d in grid.values()]
     layers = tuple(sorted({i for c in cfgs for i in c.target_layer_ids}))
     for T in {c.row_len for c in cfgs}: hold(w, cfgs, layers, pack(w.train, T))
-    return list(grid.items())
+    steps = {k: seconds_of(w, w.config(d), seconds) for k, d in grid.items()}
+    print(f"{name}: {seconds:g} s are {steps}; ms a step {[round(1e3 * t[0], 1) for t in w.took.values()]}", flush=True)
+    return steps
 
 def combine(
     arms:dict, # name -> delta, best first
@@ -446,8 +451,7 @@ def search(w:Workshop)->dict:
     sums = {k: d for k, d in sums.items() if k not in w.s.arms}
     if sums:
         seconds = w.s.rungs[-1][0]
-        steps = {k: seconds_of(w, w.config(d), seconds) for k, d in _one_pass(w, sums)}
-        rows += [dict(r, rung="sums", seconds=seconds) for r in w.sweep("sums", sums, steps)]
+        rows += [dict(r, rung="sums", seconds=seconds) for r in w.sweep("sums", sums, planned_steps(w, "sums", sums, seconds))]
     last = [r for r in rows if r["seconds"] == w.s.rungs[-1][0]]
     win = max(last, key=lambda r: r["score"])
     return w.save("search", dict(rows=rows, winner=win["arm"], delta=win["delta"], steps_timed=list(w.took.values())))
@@ -465,7 +469,7 @@ def more_answers(w:Workshop)->dict:
     found, told = w.load("search"), _sampled(w)
     w.use("more")
     delta, seconds = found["delta"], w.s.rungs[-1][0]
-    rows = [dict(r, rung="more", seconds=seconds, data="more") for r in w.sweep("more", {"more answers": delta}, _kept_steps(w, "more", seconds_of(w, w.config(delta), seconds)))]
+    rows = [dict(r, rung="more", seconds=seconds, data="more") for r in w.sweep("more", {"more answers": delta}, planned_steps(w, "more", {"more answers": delta}, seconds))]
     better = rows[0]["score"] > max(r["score"] for r in found["rows"] if r["seconds"] == seconds)
     w.save("search", found | dict(rows=[r for r in found["rows"] if r.get("data") != "more"] + rows, data="more" if better else "train"))
     w.use("train")
@@ -490,7 +494,7 @@ def frontier(w:Workshop)->dict:
     w.use(found.get("data", "train"))
     for seconds in w.s.frontier:
         name = f"frontier-{seconds:g}"
-        for r in w.sweep(name, {name: found["delta"]}, _kept_steps(w, name, seconds_of(w, w.config(found["delta"]), seconds))):
+        for r in w.sweep(name, {name: found["delta"]}, planned_steps(w, name, {name: found["delta"]}, seconds)):
             runs.append(dict(r, seconds=seconds, **w.report(trained(w, r["drafter"]))))
             w.save("frontier", dict(delta=found["delta"], runs=runs))
     w.use("train")
@@ -507,18 +511,14 @@ def _trained_and_reported(w, name, delta, steps, seeds, data="train"):
         old = w.load(name)
         if old["config"] == made["config"] and old["data"] == data: made |= dict(steps=old["steps"], runs=old["runs"])
     made["steps"] = made["steps"] or steps()
+    w.save(name, made)
     for seed in seeds:
         if any(r["seed"] == seed for r in made["runs"]): continue
-        for r in w.sweep(f"{name}-{seed}", {name: delta}, _kept_steps(w, f"{name}-{seed}", made["steps"]), (seed,)):
+        for r in w.sweep(f"{name}-{seed}", {name: delta}, made["steps"], (seed,)):
             made["runs"].append(dict(r, **w.report(trained(w, r["drafter"]))))
             w.save(name, made)
             print(name, f"seed {seed}", {k: round(v["tau"], 3) for k, v in made["runs"][-1]["sets"].items()}, flush=True)
     return made
-
-def _kept_steps(w, name, steps):
-    "Steps of a sweep that was begun: a second timing would make it another one."
-    with suppress(OSError): return json.loads((w.out/"sweeps"/name/"sweep.json").read_text())["steps"]["base"]
-    return steps
 
 # %% ../nbs/21_recipes.ipynb #21-recipes-058
 def decode_speed(w:Workshop, source="winner", prompts=60, eager=8)->dict:

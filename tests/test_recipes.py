@@ -99,17 +99,18 @@ def test_held_features_are_the_targets(shop):
     b = batch_at(packed, cfg, 3)
     bad, feats, final = held.part((1, 3), True).read(b)
     want = shop.target.features(b.ids_RT, b.pos_RT, (1, 3), final=True)
-    assert not bad.any() and all(torch.allclose(x, y, atol=1e-4) for x, y in zip((feats, final), want))
+    assert not bad.any() and torch.allclose(feats, want[0], atol=1e-4) and torch.allclose(final, want[1], atol=1e-4)
     assert len(held.part((1, 2, 3)).read(b)) == 2
     assert held.has((2,), True) and not held.has((4,), False) and not HeldFeatures(shop.target, packed, (1,)).has((1,), True)
 
 
 def test_sweep_scores_and_goes_on(shop):
     arms = {"the base": {}, "block 4": dict(block_size=4, gamma=2.0), "fkl": dict(loss="fkl")}
-    rows = shop.sweep("three", arms, dict(zip(arms, (3, 4, 3))))
-    assert [(r["arm"], r["steps"]) for r in rows] == list(zip(arms, (3, 4, 3)))
+    steps = {k: 4 if k == "block 4" else 3 for k in arms}
+    rows = shop.sweep("three", arms, steps)
+    assert [(r["arm"], r["steps"]) for r in rows] == list(steps.items())
     assert all(set(r["walk_tau"]) == {"gsm8k", "mbpp"} and np.isfinite([r["loss"], r["score"], r["train_s"]]).all() for r in rows)
-    assert rows == shop.sweep("three", arms, dict(zip(arms, (3, 4, 3))))
+    assert rows == shop.sweep("three", arms, steps)
     drafter, packed = load_drafter(rows[1]["drafter"]), pack(shop.tune, shop.s.length)
     found = walk_rows(drafter, shop.target, packed, recipes.hold(shop, [], drafter.cfg.target_layer_ids, packed), rows=3)
     slow = walk_tau(drafter, shop.target, shop.tune)
@@ -129,7 +130,8 @@ def test_sums_leave_out_a_knob_that_is_set_twice():
 
 
 def test_all_parts_by_command_then_again(shop, capsys, monkeypatch):
-    monkeypatch.setattr(recipes, "nano_study", lambda: replace(shop.s, seconds=0.01, rungs=((0.01, 1), (0.01, 1)), frontier=(0.01,), arms={"lr 4e-3": dict(lr=4e-3)}))
+    short = replace(shop.s, seconds=0.01, rungs=((0.01, 1), (0.01, 1)), frontier=(0.01,), arms={"lr 4e-3": dict(lr=4e-3)})
+    monkeypatch.setattr(recipes, "nano_study", lambda: short)
     parts = ["baseline", "search", "winner", "ceiling", "decode", "compare"]
     line = [*parts, "--target", "nano", "--prompts", "nowhere", "--out", str(shop.out), "--settings", "nano", "--device", "cpu"]
     main_recipes(line)
