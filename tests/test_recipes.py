@@ -18,13 +18,13 @@ from dflash_nb.recipes import (
     HeldFeatures,
     Workshop,
     check_overlap,
-    combine,
     first_turns,
     main_recipes,
     nano_prompts,
     nano_study,
-    prepare,
+    prepare_study,
     study_prompts,
+    sum_arms,
     walk_rows,
 )
 from dflash_nb.target import load_target
@@ -38,7 +38,7 @@ def shop(tmp_path_factory):
     tmp, target = tmp_path_factory.mktemp("recipes"), load_target("nano")
     nano_prompts(tmp / "prompts", 16, 5)
     s = nano_study(prompts=16, answer_tokens=16, new_tokens=10)
-    prepare(target, tmp / "prompts", tmp / "out", s)
+    prepare_study(target, tmp / "prompts", tmp / "out", s)
     w = Workshop(target, tmp / "out", s)
     w.prompts = tmp / "prompts"
     return w
@@ -77,7 +77,7 @@ def test_a_held_prompt_among_the_training_prompts_is_refused(tmp_path, part, nam
     file = tmp_path / f"{part}.jsonl"
     file.write_text(json.dumps(dict(messages=[dict(role="user", content=stolen.upper() + " !")])) + "\n" + file.read_text())
     with pytest.raises(DataError, match="stands among the training prompts"):
-        prepare(None, tmp_path, tmp_path / "out", nano_study(prompts=16))
+        prepare_study(None, tmp_path, tmp_path / "out", nano_study(prompts=16))
     assert not (tmp_path / "out").exists()
 
 
@@ -126,7 +126,7 @@ def test_arms_that_differ_from_a_first_one_that_is_not_the_base(shop):
 
 
 def test_sums_leave_out_a_knob_that_is_set_twice():
-    assert list(combine({"a": dict(lr=1.0), "b": dict(lr=2.0), "c": dict(gamma=4.0)})) == ["a", "a + c"]
+    assert list(sum_arms({"a": dict(lr=1.0), "b": dict(lr=2.0), "c": dict(gamma=4.0)})) == ["a", "a + c"]
 
 
 def test_all_parts_by_command_then_again(shop, capsys, monkeypatch):
