@@ -23,6 +23,7 @@ from .regenerate import *
 from .evaluate import *
 from .checkpoint import *
 from .graphs import *
+from .replay import *
 from .threads import *
 from .sides import *
 from .pipeline import *
@@ -45,6 +46,7 @@ from .ablate import *
 from .studies import *
 from .export import *
 from .preflight import *
+from .recipes import *
 
 # %% ../nbs/40_all.ipynb #40-all-005
 __all__ = sorted(n for n in globals() if not n.startswith("_"))
