@@ -104,7 +104,7 @@ def bench_pipeline(
     return dict(part="pipeline", runner=seen["runner"], rows=g.rows, micro_rows=micro_rows or g.rows, devices=seen["devices"], ms=ms, ms_row=ms/g.rows, spread_ms=[1e3*s for s in seen["step_s_spread"]],
                 tflops=(step_flops(g) + target_flops(g, g.rows))/ms/1e9, target_ms=target_ms, drafter_ms=drafter_ms,
                 over_sum=ms/(target_ms + drafter_ms), over_slower=ms/max(target_ms, drafter_ms), apart=apart, target_wait=seen["target_wait"], drafter_wait=seen["drafter_wait"],
-                allocations=sum(d["allocations"] for d in moved), recompiles=sum(d["compiled"] for d in moved), **(dict(peak_gib=max(seen["peak_gib"].values())) if seen["peak_gib"] else {}))
+                allocations=sum(d["allocations"] for d in moved), recompiles=sum(d["compiled"] for d in moved), **(dict(peak_gib=max(seen["peak_gib"].values()), reserved_gib=max(seen["held_gib"].values())) if seen["held_gib"] else {}))
 
 # %% ../nbs/16ea_passes.ipynb #16ea-passes-019
 def bench_decode(

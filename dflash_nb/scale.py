@@ -157,7 +157,7 @@ class _AloneCB(Callback):
         item = line.exchange._items[min(line.exchange._items)]
         self.drafter = drafter_alone(line, item.slot.inputs)
 
-# %% ../nbs/16e_scale.ipynb #16c-scale-016
+# %% ../nbs/16e_scale.ipynb #16e-scale-005
 def _report(t, record, counts, probe, began, watch):
     "Everything of one run as plain numbers."
     warm = [r for r in t.rows if r["step"] > counts.warm]
@@ -170,7 +170,8 @@ def _report(t, record, counts, probe, began, watch):
         **{k: median(k) for k in ("tok_s", "target_tok_s", "drafter_tok_s", "target_wait", "drafter_wait", "queue")},
         first_step_s=t.rows[0]["seconds"], total_s=time.perf_counter() - began, loss=[t.rows[0]["loss"], t.rows[-1]["loss"]], refused=record.skipped,
         runner=t.ran["name"], counts=t.ran["counts"], grown=grown, lock=probe.result(),
-        peak_gib={d: torch.cuda.max_memory_allocated(d)/2**30 for d in gpus}, notes=t.notes, **({"target_alone_s": watch.target, "drafter_alone_s": watch.drafter} if watch else {}))
+        peak_gib={d: torch.cuda.max_memory_allocated(d)/2**30 for d in gpus},
+        held_gib={d: v["reserved"]/2**30 for d, v in (counts.late or {}).items() if d in gpus}, notes=t.notes, **({"target_alone_s": watch.target, "drafter_alone_s": watch.drafter} if watch else {}))
 
 # %% ../nbs/16e_scale.ipynb #16e-scale-004
 def main_scale(
