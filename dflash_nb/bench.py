@@ -126,7 +126,7 @@ def random_drafter(
     for p in drafter.parameters(): p.normal_(std=0.02, generator=rng) if p.ndim > 1 else p.fill_(1.0)
     return drafter
 
-# %% ../nbs/16d_bench.ipynb #16a-bench-012
+# %% ../nbs/16d_bench.ipynb #16d-bench-012
 def step_runner(
     drafter:Drafter, # trains
     io, # embedding and head
@@ -142,7 +142,7 @@ def step_runner(
     autocast = nullcontext if dtype == torch.float32 else lambda: torch.autocast(device.type, dtype)
     def micro(i):
         with autocast():
-            h_RNBD = drafter(drafter.context(i.feats_RTF), i.pos_RT, io.embed(i.blocks.ids_RNB), i.blocks)
+            h_RNBD = drafter(drafter.context(i.feats_RTF), i.pos_RT, io.embed(i.blocks.ids_RNB), i.blocks, masked=True)
             out = block_loss(h_RNBD, i.blocks, io, cfg, fast=drafter.compiled)
         out.total.backward()
         return out.detach()

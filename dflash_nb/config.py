@@ -145,8 +145,9 @@ class DrafterKnobs:
     target_layer_ids: tuple|None = knob(None, "0-based target layers whose outputs are the features; none: evenly from 1 to L-3")
     allow_last_layer: bool = knob(False, "allow the target's last layer among the features?")
     mask_token_id: int|None = knob(None, "token id of the mask slots; none: the tokenizer's mask token, else a spare embedding row")
-    attention: str = knob("auto", "attention backend; auto: flex on a GPU, sdpa on CPU", ("auto", "eager", "sdpa", "flex"), keyed=False)
+    attention: str = knob("auto", "attention backend; auto: block (kernels of its own, else flex) on a GPU, sdpa on CPU", ("auto", "eager", "sdpa", "flex", "block"), keyed=False)
     dtype: str = knob("auto", "compute type (weights and moments stay float32); auto: bfloat16 on a GPU", ("auto", "float32", "bfloat16"))
+    head8: bool = knob(False, "the frozen head in float8 while training? Faster on cards that multiply float8; the loss moves by a part in a thousand, its gradient by 4% of its norm")
 
 # %% ../nbs/00_config.ipynb #00-config-029
 LOSSES = ("ce", "fkl", "rkl", "tv", "lk")
@@ -325,6 +326,7 @@ def effective(
     d["denominator"] = ("blocks" if cfg.weighting == "dpace" else "weights") if cfg.denominator == "auto" else cfg.denominator
     d["decay_share"] = (min(0.2, 1 - cfg.warmup) if cfg.decay_share == "auto" else cfg.decay_share) if cfg.schedule == "wsd" else None
     d["noise"] = dataclasses.asdict(cfg.noise) | dict(schedule=read_schedule(cfg.noise.schedule)) if cfg.noise.strength else None
+    if not cfg.head8: del d["head8"] # younger than runs that are stored
     return _plain(d)
 
 def config_hash(
@@ -353,7 +355,7 @@ def resolve(
 )->TrainConfig: # the same with no "auto" but loss_chunk
     "Fill in every 'auto' for this target and device; raises `ConfigError` where the target rules a value out."
     gpu = device != "cpu"
-    fill = dict(num_anchors=512 if gpu else 32, row_len=3072 if gpu else 256, attention="flex" if gpu else "sdpa",
+    fill = dict(num_anchors=512 if gpu else 32, row_len=3072 if gpu else 256, attention="block" if gpu else "sdpa",
                 dtype="bfloat16" if gpu else "float32", feature_cache=0.0 if gpu else 1.0, eval_every=max(1, cfg.steps // 10), checkpoint_every=max(1, cfg.steps // 5))
     out = cfg | {k: v for k, v in fill.items() if getattr(cfg, k) == "auto"}
     if out.token_budget == "auto": out = out | dict(token_budget=out.row_len * (16 if gpu else 1))

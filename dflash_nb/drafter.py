@@ -10,6 +10,7 @@ __all__ = ['ATTENTION', 'EMBEDDING', 'HEAD', 'Rope', 'rotate', 'RMSNorm', 'MLP',
 
 # %% ../nbs/07_drafter.ipynb #07-drafter-001
 import copy
+import warnings
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import FunctionType
@@ -19,8 +20,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention.flex_attention import flex_attention
 
+from .attention import block_attention, block_ranges, can_block, interpreted
 from .blocks import Blocks, dense_mask, flex_mask
 from .config import ConfigError, DrafterConfig
+from .products import gated, gated_backward, gated_down, half, project
 
 # %% ../nbs/07_drafter.ipynb #07-drafter-007
 class Rope(nn.Module):
@@ -75,7 +78,26 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.weight, self.eps = nn.Parameter(torch.empty(size, device="meta")), eps
 
-    def forward(self, x): return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps).to(x.dtype)
+    def forward(self, x):
+        if x.device.type == "cpu" and x.dtype == self.weight.dtype and torch.is_grad_enabled() and not torch.compiler.is_compiling(): return _NormCPU.apply(x, self.weight, self.eps)
+        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps).to(x.dtype)
+
+class _NormCPU(torch.autograd.Function):
+    "The same norm with its gradient in closed form: half the passes over memory of the composed one, which is all that a CPU has."
+    @staticmethod
+    def forward(ctx, x, weight, eps):
+        r = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        n = x * r
+        ctx.save_for_backward(n, r, weight)
+        return n * weight
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, g):
+        n, r, weight = ctx.saved_tensors
+        gn = (g * n).flatten(0, -2)
+        mean = (gn @ weight).view(r.shape).div_(-n.shape[-1])
+        return torch.addcmul(g * weight, n, mean).mul_(r), gn.sum(0), None
 
 def _linear(i, o): return nn.Linear(i, o, bias=False, device="meta")
 
@@ -130,6 +152,7 @@ class View:
     num_blocks: int # N
     attend: callable # the backend: (q, context keys, values, own keys, values, view) -> [R, Q, H, E]
     mask: object = None # what the backend wants; None: everything is visible
+    spans: list = None # of `_spans`, where anchors can be read without a wait; None: every block against the whole context
     drop_RQ: torch.Tensor = None # slots of dropped blocks; None: none is dropped
 
 def _zero_dropped(y_RQHE, view):
@@ -147,12 +170,28 @@ def eager_attention(
     B, G = Q // N, H // K
     fold = lambda x: x.view(R, N, B, K, -1, E).permute(0, 3, 1, 2, 4, 5).reshape(R, K, N, -1, E)
     q, ko, vo = fold(q_RQHE * E**-0.5), fold(ko_RQKE), fold(vo_RQKE)
-    context = (q.flatten(2, 3) @ kc_RTKE.permute(0, 2, 3, 1)).view(R, K, N, B * G, T)
-    if view.mask is not None: context = context + view.mask
-    p = torch.cat([context, q @ ko.mT], -1)
-    pc, po = p.softmax(-1, dtype=torch.promote_types(p.dtype, torch.float32)).to(vo.dtype).split([T, B], -1)
-    y = (pc.reshape(R, K, -1, T) @ vc_RTKE.transpose(1, 2)).view(q.shape) + po @ vo
+    kc, vc, own, out = kc_RTKE.permute(0, 2, 3, 1), vc_RTKE.transpose(1, 2), q @ ko.mT, []
+    for first, last, low, high in view.spans or [(0, N, 0, T)]:
+        n, width = slice(first, last), high - low
+        scores = (q[:, :, n].flatten(2, 3) @ kc[..., low:high]).view(R, K, last - first, B * G, width)
+        if view.mask is not None: scores = scores + view.mask[:, :, n, :, low:high]
+        p = torch.cat([scores, own[:, :, n]], -1)
+        pc, po = p.softmax(-1, dtype=torch.promote_types(p.dtype, torch.float32)).to(vo.dtype).split([width, B], -1)
+        out.append((pc.reshape(R, K, -1, width) @ vc[:, :, low:high]).view(q[:, :, n].shape) + po @ vo[:, :, n])
+    y = out[0] if len(out) == 1 else torch.cat(out, 2)
     return _zero_dropped(y.view(R, K, N, B, G, E).permute(0, 2, 3, 1, 4, 5).reshape(R, Q, H, E), view)
+
+def _spans(blocks, size=16):
+    "Blocks in chunks with the part of the context that any block of the chunk sees: [(first, last, from, to)]; waits for the device."
+    T, keep = blocks.row_len, blocks.keep_RN
+    low = torch.where(keep, blocks.start_RN, T).amin(0).split(size)
+    high = torch.where(keep, blocks.anchors_RN, 0).amax(0).split(size)
+    found, first = [], 0
+    for a, b in zip(low, high):
+        to = max(int(b.max()), 1)
+        found.append((first, first + len(a), min(int(a.min()), to - 1), to))
+        first += len(a)
+    return found
 
 # %% ../nbs/07_drafter.ipynb #07-drafter-019
 def _sdpa(q, k, v, mask):
@@ -191,7 +230,8 @@ def _flex(q, k, v, mask, gqa): return flex_attention(q, k, v, block_mask=mask, e
 
 def _own_code(fn, key):
     "The function with a code object of its own: PyTorch compiles few versions of one before it runs the next uncompiled."
-    return FunctionType(fn.__code__.replace(co_name=f"{fn.__name__}_{'_'.join(map(str, key))}"), globals())
+    name = "".join(c if c.isalnum() else "_" for c in f"{fn.__name__}_{key}")
+    return FunctionType(fn.__code__.replace(co_name=name), fn.__globals__)
 
 @lru_cache(None)
 def _compiled_flex(*key):
@@ -211,45 +251,53 @@ def flex_block_attention(
     return _zero_dropped(flex(q, k, v, view.mask, gqa).transpose(1, 2), view)
 
 # %% ../nbs/07_drafter.ipynb #07-drafter-023
-ATTENTION = ("auto", "eager", "sdpa", "flex")
+ATTENTION = ("auto", "eager", "sdpa", "flex", "block")
 
 def pick_attention(
-    name:str, # "auto", "eager", "sdpa" or "flex"
+    name:str, # one of `ATTENTION`
     device:torch.device, # where the drafter runs
     training:bool=False, # will gradients be asked for?
+    fits:bool=False, # do the kernels of `block_attention` take the shapes?
+    head_dim:int=64, # flex wants 16 or more
 )->str: # a backend
-    "The backend: auto is flex on CUDA and sdpa elsewhere; raises `ConfigError` for training with flex on a CPU."
+    "The backend: auto is block on CUDA where it fits, else flex where that does, and sdpa elsewhere; raises `ConfigError` for what a CPU cannot do."
     if name not in ATTENTION: raise ConfigError(f"attention={name!r}: choose one of {', '.join(ATTENTION)}")
     cuda = torch.device(device).type == "cuda"
+    if name == "block" and not (cuda or interpreted()): raise ConfigError("attention='block' runs on a GPU alone: use 'sdpa' or 'eager'")
+    plain = "flex" if cuda and head_dim >= 16 else "sdpa"
+    if name == "block" and not fits: warnings.warn(f"attention='block' has no kernel for this shape and type, or Triton is missing: {plain} runs instead", stacklevel=3)
+    if name == "block" or (name == "auto" and cuda): return "block" if fits else plain
     if name == "flex" and training and not cuda:
         raise ConfigError("attention='flex' cannot train on a CPU, PyTorch has no backward for it there: use 'sdpa' or 'eager', or torch.no_grad() for a forward alone")
-    return ("flex" if cuda else "sdpa") if name == "auto" else name
+    return plain if name == "auto" else name
 
 # %% ../nbs/07_drafter.ipynb #07-drafter-024
-def _training_view(rope, blocks, name, device):
+def _training_view(rope, blocks, name, device, groups):
     "The shared `View` of a training forward: the mask is built once, in the form that the backend reads."
     R, N, B = blocks.ids_RNB.shape
     drop_RN = ~blocks.keep_RN
     view = dict(rope=rope, num_blocks=N, drop_RQ=drop_RN.repeat_interleave(B, 1))
     if name == "flex": return View(attend=flex_block_attention, mask=flex_mask(blocks), **view)
+    if name == "block": return View(rope, N, block_attention, block_ranges(blocks, groups, rope[0].dtype))
     if name == "sdpa" and device.type != "cpu":
         # a row that sees nothing is undefined in some kernels: it looks at all and is zeroed after
         return View(attend=sdpa_attention, mask=dense_mask(blocks) | view["drop_RQ"][:, None, :, None], **view)
     t = torch.arange(blocks.row_len, device=device)
     seen_RNT = (t >= blocks.start_RN[..., None]) & (t < blocks.anchors_RN[..., None])
     if name == "sdpa": return View(attend=sdpa_block_attention, mask=F.pad(seen_RNT, (0, B), value=True).view(R * N, 1, 1, -1), **view)
-    return View(attend=eager_attention, mask=torch.zeros(R, 1, N, 1, len(t), device=device).masked_fill_(~seen_RNT[:, None, :, None], -torch.inf), **view)
+    spans = _spans(blocks) if device.type == "cpu" else None
+    return View(attend=eager_attention, spans=spans, mask=torch.zeros(R, 1, N, 1, len(t), device=device).masked_fill_(~seen_RNT[:, None, :, None], -torch.inf), **view)
 
 # %% ../nbs/07_drafter.ipynb #07-drafter-026
 class Drafter(nn.Module):
     "DFlash's drafter (arXiv 2602.06036) with z-lab's tensor names; embedding and head are the target's and not part of it."
     def __init__(self,
         cfg:DrafterConfig, # shape
-        attention:str="auto", # backend: auto, eager, sdpa or flex
+        attention:str="auto", # backend, of `ATTENTION`
         seed:int|None=0, # of the weights; no global generator is read. None: weights of no meaning, to be overwritten
     ):
         super().__init__()
-        pick_attention(attention, "cpu")
+        pick_attention(attention, "cuda", fits=True)
         self.cfg, self.attention, self.own, self.compiled = cfg, attention, {}, False
         self.fc = _linear(len(cfg.target_layer_ids) * cfg.target_hidden_size, cfg.hidden_size)
         self.hidden_norm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
@@ -261,7 +309,7 @@ class Drafter(nn.Module):
 
     def compile_parts(self, on=True): self.compiled = on
     def context(self, feats_RTF): return fuse_features(self, feats_RTF)
-    def forward(self, ctx_RTD, pos_RT, blocks_h_RNBD, blocks, attention=None): return run_blocks(self, ctx_RTD, pos_RT, blocks_h_RNBD, blocks, attention)
+    def forward(self, ctx_RTD, pos_RT, blocks_h_RNBD, blocks, attention=None, masked=False): return run_blocks(self, ctx_RTD, pos_RT, blocks_h_RNBD, blocks, attention, masked)
     def io(self, target): return drafter_io(self, target)
     def new_cache(self, capacity=512): return DraftCache(self, capacity)
     def extend(self, cache, feats_1TF, pos_T): return extend_cache(self, cache, feats_1TF, pos_T)
@@ -374,19 +422,60 @@ def fuse_features(
     "hidden_norm(fc(features)), once a forward and shared by all layers; raises `ConfigError` for a wrong width."
     want, have = drafter.fc.in_features, feats_RTF.shape[-1]
     if have != want: raise ConfigError(f"features are {have} wide, the drafter reads {len(drafter.cfg.target_layer_ids)} layers of {drafter.cfg.target_hidden_size}: give the layers {list(drafter.cfg.target_layer_ids)}")
-    return drafter.hidden_norm(drafter.fc(feats_RTF.to(_compute_dtype(drafter, feats_RTF.device))))
+    feats_RTF = feats_RTF.to(_compute_dtype(drafter, feats_RTF.device))
+    if not (drafter.compiled and torch.is_grad_enabled()): return drafter.hidden_norm(drafter.fc(feats_RTF))
+    return _part(_norm, project(feats_RTF, half(drafter.fc.weight, feats_RTF.dtype))[0], drafter.hidden_norm.weight, drafter.hidden_norm.eps)
 
 # %% ../nbs/07_drafter.ipynb #07-drafter-057
 _BACKEND = "inductor" # of torch.compile
 
-def _layer_step(layer, h_RQD, ctx_RTD, rope, view): return layer(h_RQD, layer.self_attn.keys(ctx_RTD, rope), view)
+def _norm(x, weight, eps): return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps).to(x.dtype)
+def _add_norm(h, y, weight, eps): return h + y, _norm(h + y, weight, eps)
+def _heads(x, weight, eps, cos, sin): return rotate(_norm(x.unflatten(-1, (-1, weight.shape[0])), weight, eps), (cos, sin))
 
 @lru_cache(None)
-def _compiled_step(*key):
-    "One layer, compiled for one set of shapes; fails where it cannot be compiled whole."
-    return torch.compile(_own_code(_layer_step, key), backend=_BACKEND, dynamic=False, fullgraph=True)
+def _compiled(fn, *key):
+    "A function compiled for one set of shapes; fails where it cannot be compiled whole."
+    return torch.compile(_own_code(fn, key), backend=_BACKEND, dynamic=False, fullgraph=True)
 
-# %% ../nbs/07_drafter.ipynb #07-drafter-058
+def _part(fn, *args): return _compiled(fn, args[0].device, *(tuple(a.shape) if isinstance(a, torch.Tensor) else a for a in args), args[0].requires_grad)(*args)
+
+def _distinct(h_RNBD): return torch.cat([h_RNBD[:, :, 0].flatten(0, 1), h_RNBD[0, 0, 1:2]]) # [R*N+1, D]: anchors, then the mask token
+def _spread(x, R, N, B):
+    "Back to every slot: [R*N+1, F] -> [R, N*B, F]."
+    return torch.cat([x[:-1].view(R, N, 1, -1), x[-1].expand(R, N, B - 1, -1)], 2).view(R, N * B, -1)
+def _spread_heads(x, R, N, B, *rest): return _heads(_spread(x, R, N, B), *rest)
+
+# %% ../nbs/07_drafter.ipynb #07-drafter-059
+def _fast_layer(layer, h_RQD, y_RQD, ctx_RTD, rope, view, few=None, shape=()):
+    "`Layer` in parts: (what goes on, what is still to be added to it); y_RQD: what the layer before left to add; few: of `_distinct`, with its R, N, B."
+    a, m, dtype = layer.self_attn, layer.mlp, ctx_RTD.dtype
+    def norm(n, h, y): return (h, _part(_norm, h, n.weight, n.eps)) if y is None else _part(_add_norm, h, y, n.weight, n.eps)
+    def heads(x, n, rope, *shape): return _part(_spread_heads if shape else _heads, x, *shape, n.weight, n.eps, *rope)
+    def split(v): return v.unflatten(-1, (-1, a.head_dim))
+    q, k, v, o, gate, up, down = (half(p.weight, dtype) for p in (a.q_proj, a.k_proj, a.v_proj, a.o_proj, m.gate_proj, m.up_proj, m.down_proj))
+    kc, vc = project(ctx_RTD, k, v)
+    if few is None: h_RQD, x = norm(layer.input_layernorm, h_RQD, y_RQD)
+    else: x = norm(layer.input_layernorm, few, None)[1]
+    q, ko, vo = project(x, q, k, v)
+    if shape: vo = _part(_spread, vo, *shape)
+    y = view.attend(heads(q, a.q_norm, view.rope, *shape), heads(kc, a.k_norm, rope), split(vc), heads(ko, a.k_norm, view.rope, *shape), split(vo), view)
+    h_RQD, x = norm(layer.post_attention_layernorm, h_RQD, project(y.flatten(-2), o)[0])
+    return h_RQD, gated_down(*project(x, gate, up), down, lambda *t: _part(gated, *t), lambda *t: _part(gated_backward, *t))
+
+def _fast_layers(drafter, h_RNBD, ctx_RTD, rope, view, masked):
+    "All layers and the final norm; the first one meets few distinct inputs where all slots but a block's first hold the mask token."
+    h_RQD, y = h_RNBD.flatten(1, 2), None
+    first = dict(few=_distinct(h_RNBD), shape=tuple(h_RNBD.shape[:3])) if masked else {}
+    for i, layer in enumerate(drafter.layers): h_RQD, y = _fast_layer(layer, h_RQD, y, ctx_RTD, rope, view, **({} if i else first))
+    return _part(_add_norm, h_RQD, y, drafter.norm.weight, drafter.norm.eps)[1]
+
+def _plain_layers(drafter, h_RNBD, ctx_RTD, rope, view, masked):
+    h_RQD = h_RNBD.flatten(1, 2)
+    for layer in drafter.layers: h_RQD = layer(h_RQD, layer.self_attn.keys(ctx_RTD, rope), view)
+    return drafter.norm(h_RQD)
+
+# %% ../nbs/07_drafter.ipynb #07-drafter-060
 def run_blocks(
     drafter:Drafter, # the model
     ctx_RTD:torch.Tensor, # of `fuse_features`
@@ -394,18 +483,19 @@ def run_blocks(
     blocks_h_RNBD:torch.Tensor, # embedded input tokens of the blocks
     blocks:Blocks, # positions and visibility
     attention:str|None=None, # backend of this call; None: the drafter's
+    masked:bool=False, # do all slots but a block's first hold the mask token's embedding, as it is? Compiled parts then skip equal work
 )->torch.Tensor: # [R, N, B, D] after the final norm
     "All blocks of all rows at once: the training forward."
     device = ctx_RTD.device
     training = torch.is_grad_enabled() and (ctx_RTD.requires_grad or blocks_h_RNBD.requires_grad or drafter.fc.weight.requires_grad)
-    name = pick_attention(attention or drafter.attention, device, training)
-    dtype = _compute_dtype(drafter, device)
-    view = _training_view(drafter.rope(blocks.pos_RNB.flatten(1), dtype), blocks, name, device)
+    dtype, cfg = _compute_dtype(drafter, device), drafter.cfg
+    groups = cfg.num_attention_heads // cfg.num_key_value_heads
+    name = pick_attention(attention or drafter.attention, device, training, can_block(blocks.ids_RNB.shape[2], groups, cfg.head_dim, dtype, device), cfg.head_dim)
+    view = _training_view(drafter.rope(blocks.pos_RNB.flatten(1), dtype), blocks, name, device, groups)
     rope = drafter.rope(pos_RT, dtype)
-    ctx_RTD, h_RQD = ctx_RTD.to(dtype), blocks_h_RNBD.to(dtype).flatten(1, 2)
-    step = _compiled_step(drafter.cfg.hidden_size, drafter.cfg.num_attention_heads, name, device, *ctx_RTD.shape, h_RQD.shape[1]) if drafter.compiled and training else _layer_step
-    for layer in drafter.layers: h_RQD = step(layer, h_RQD, ctx_RTD, rope, view)
-    return drafter.norm(h_RQD).view(blocks_h_RNBD.shape)
+    layers = _fast_layers if drafter.compiled and training else _plain_layers
+    masked = masked and not blocks_h_RNBD.requires_grad
+    return layers(drafter, blocks_h_RNBD.to(dtype), ctx_RTD.to(dtype), rope, view, masked).view(blocks_h_RNBD.shape)
 
 # %% ../nbs/07_drafter.ipynb #07-drafter-035
 class DraftCache:

@@ -15,6 +15,7 @@ from .blocks import Blocks, make_blocks
 from .config import TrainConfig
 from .data import StateGuard, clean_states
 from .drafter import Drafter
+from .float8 import Float8Head
 from .graphs import make_runner, tree_map
 from .losses import block_loss, needs_teacher, teacher_states
 from .noise import NoiseProbe, add_noise, check_noise, step_seed, strength_at
@@ -135,7 +136,7 @@ def add_gradients(
     "Forward and backward of one micro-batch: adds gradient sums to the drafter's, returns the detached `LossOut`."
     with side.autocast():
         slots_RNBD = side.io.embed(inputs.blocks.ids_RNB) if inputs.slots_RNBD is None else inputs.slots_RNBD
-        h_RNBD = side.drafter(side.drafter.context(inputs.feats_RTF), inputs.pos_RT, slots_RNBD, inputs.blocks)
+        h_RNBD = side.drafter(side.drafter.context(inputs.feats_RTF), inputs.pos_RT, slots_RNBD, inputs.blocks, masked=inputs.slots_RNBD is None)
         out = block_loss(h_RNBD, inputs.blocks, side.io, side.cfg, inputs.teacher_RNBD, fast=side.drafter.compiled)
     out.total.backward()
     return out.detach()
@@ -194,7 +195,7 @@ class DrafterSide:
         index: int = 0,    # number of the replica
         on_fallback=None,  # called with (runner that failed, runner that runs, reason)
     ):
-        self.drafter, self.io, self.cfg, self.index, self._on_fallback = drafter, io, cfg, index, on_fallback
+        self.drafter, self.io, self.cfg, self.index, self._on_fallback = drafter, Float8Head(io) if cfg.head8 else io, cfg, index, on_fallback
         self.device = next(drafter.parameters()).device
         capture = cfg.runner in ("auto", "graph") and self.device.type == "cuda"
         self.optimizer = optimizer or make_optimizer(drafter, cfg, capturable=capture)

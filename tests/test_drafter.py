@@ -8,6 +8,7 @@ from reference import one_block
 from tiny import tiny_target
 from transformers import DynamicCache
 
+from dflash_nb.attention import interpreted
 from dflash_nb.blocks import make_blocks
 from dflash_nb.config import ConfigError, DrafterConfig, TrainConfig
 from dflash_nb.drafter import Drafter, Rope, _norm_weight, copy_target_layers, flex_mask, pick_attention, rotate
@@ -56,7 +57,7 @@ def run(d, batch, blocks, feats, table, attention):
     if attention == "dense":
         import dflash_nb.drafter as module
         real = module._training_view
-        module._training_view = lambda rope, b, name, device: real(rope, b, name, SimpleNamespace(type="cuda"))
+        module._training_view = lambda rope, b, name, device, groups: real(rope, b, name, SimpleNamespace(type="cuda"), groups)
         try:
             return run(d, batch, blocks, feats, table, "sdpa")
         finally:
@@ -350,6 +351,12 @@ def test_bad_input_is_named():
     with pytest.raises(ConfigError, match="fast"):
         Drafter(config(), "fast")
     assert pick_attention("auto", "cpu", True) == "sdpa" and pick_attention("auto", "cuda:1", True) == "flex"
+    assert pick_attention("auto", "cuda", True, head_dim=8) == "sdpa" and pick_attention("auto", "cuda", True, fits=True) == "block"
+    with pytest.warns(UserWarning, match="flex runs instead"):
+        assert pick_attention("block", "cuda", True) == "flex"
+    if not interpreted():
+        with pytest.raises(ConfigError, match="GPU alone"):
+            pick_attention("block", "cpu", True, fits=True)
 
 
 def test_cache_keeps_what_it_holds_when_it_grows():

@@ -7,10 +7,12 @@ import torch.nn.functional as F
 
 from dflash_nb import drafter as drafters
 from dflash_nb.bench import GEOMETRIES, RandomIO, random_drafter, random_inputs, step_runner
-from dflash_nb.config import TrainConfig
+from dflash_nb.config import TrainConfig, config_hash, effective
+from dflash_nb.float8 import Float8Head
 from dflash_nb.graphs import compiled_graphs
 from dflash_nb.kernels import row_gradient_, row_gradient_plain_, row_stats, row_stats_plain
 from dflash_nb.losses import block_loss
+from dflash_nb.sides import DrafterSide
 
 G = GEOMETRIES["tiny"]
 
@@ -67,7 +69,7 @@ def test_other_losses_have_no_fast_path_and_stay_as_they_are():
     assert outs[0].total.equal(outs[1].total)
 
 
-def test_compiled_layers_share_two_traces_and_give_the_plain_gradients(monkeypatch):
+def test_compiled_parts_are_shared_by_layers_and_give_the_plain_gradients(monkeypatch):
     monkeypatch.setattr(drafters, "_BACKEND", "aot_eager")
     g = G | {"layers": 4, "anchors": 7}
     d, io, cfg = random_drafter(g, "cpu"), RandomIO(g, "cpu", torch.float32), TrainConfig(block_size=g.block)
@@ -79,8 +81,34 @@ def test_compiled_layers_share_two_traces_and_give_the_plain_gradients(monkeypat
             p.grad.zero_()
         out = runner.micro(random_inputs(g, 2, "cpu", torch.float32, 2))
         found.append([out.total, *(p.grad.clone() for p in d.parameters())])
-    assert compiled_graphs() - before == 2
+    assert compiled_graphs() - before == 12
     assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in zip(*found, strict=True))
+
+
+def gradients(d, compiled, masked):
+    "Output and gradients of a random projection; one block is dropped."
+    inputs, io = random_inputs(G, 2, "cpu", torch.float32, 3), RandomIO(G, "cpu", torch.float32)
+    inputs.blocks.keep_RN[1, 2], inputs.blocks.ids_RNB[1, 2, 0] = False, inputs.blocks.ids_RNB[1, 2, 1]
+    d.compile_parts(compiled)
+    d.zero_grad()
+    y = d(d.context(inputs.feats_RTF), inputs.pos_RT, io.embed(inputs.blocks.ids_RNB), inputs.blocks, masked=masked)
+    (y * torch.randn(y.shape, generator=torch.Generator().manual_seed(4))).sum().backward()
+    return [y.detach(), *(p.grad for p in d.parameters())]
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_equal_inputs_are_projected_once(monkeypatch, masked):
+    monkeypatch.setattr(drafters, "_BACKEND", "aot_eager")
+    d = random_drafter(G, "cpu")
+    want, got = gradients(d, False, False), gradients(d, True, masked)
+    assert all((a - b).norm() < 1e-5 * b.norm() for a, b in zip(got, want, strict=True))
+
+
+def test_the_eight_bit_head_is_opt_in_and_changes_no_stored_name():
+    cfg, io = TrainConfig(block_size=G.block), RandomIO(G, "cpu", torch.float32)
+    sides = [DrafterSide(random_drafter(G, "cpu"), io, cfg | dict(head8=h, dtype="float32", attention="sdpa")) for h in (False, True)]
+    assert sides[0].io is io and isinstance(sides[1].io, Float8Head)
+    assert "head8" not in effective(cfg) and config_hash(cfg) != config_hash(cfg | dict(head8=True))
 
 
 def test_a_drafter_without_weights_costs_no_draw():
