@@ -22,7 +22,7 @@ setup(
     package_data={"dflash_nb.assets": ["*.jsonl"], "dflash_nb.assets.nano": ["*"]},
     install_requires=s["requirements"].split(),
     extras_require={"dev": s["dev_requirements"].split(), "gguf": ["gguf", "accelerate"], "parquet": ["pyarrow"], "hub": ["datasets"],
-                    "terminal": ["rich"], "browser": ["jupyterlab", "playwright"]},
+                    "terminal": ["rich"], "browser": ["jupyterlab", "playwright"], "ray": ["ray"]},
     entry_points={
         "console_scripts": s["console_scripts"].split(),
         "nbdev": [f"{s['lib_name']} = {s['lib_name']}._modidx:d"],

@@ -114,7 +114,7 @@ def run_nodes(
         t.fit()
         group.share("all have ended")
     late = [r["seconds"] for r in t.rows if r["step"] > warm]
-    return dict(processes=group.size, drafters=len(t.line.sides), targets=len(t.line.readers), parameters=t.num_params, micros=t.line.micros, step_s=statistics.median(late),
+    return dict(outcome=t.record.outcome, processes=group.size, drafters=len(t.line.sides), targets=len(t.line.readers), parameters=t.num_params, micros=t.line.micros, step_s=statistics.median(late),
                 spread=[min(late), max(late)], tok_s=cfg.token_budget/statistics.median(late), losses=[r["loss"] for r in t.rows], norms=[r["grad_norm"] for r in t.rows],
                 runner=t.ran["name"], total_s=time.perf_counter() - start, config=t.cfg.to_dict(), target=t.target.name)
 
