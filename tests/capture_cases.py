@@ -67,7 +67,8 @@ def capture_by_torch(fn, swap):
 
 def capture(way, fn):
     with _ALONE:
-        return capture_by_driver(fn) if way == "driver" else capture_by_torch(fn, way == "swap")
+        replay, out, graph = capture_by_driver(fn) if way == "driver" else capture_by_torch(fn, way == "swap")
+    return replay, out, (graph, fn)  # a replay reads what `fn` holds
 
 
 def make_busy(way, case):
