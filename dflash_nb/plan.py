@@ -137,10 +137,10 @@ def drafter_gib(
     "GiB of a drafter by part."
     slots, T, W = rows*g.anchors*g.block, rows*g.row_len, drafter_weights(g)
     D, Q, K = g.hidden, g.heads*g.head_dim, g.kv_heads*g.head_dim
-    states = width*g.layers*(slots*(4*D + 3*Q + 3*K + 3*g.mlp) + 2*(slots + T)*K)
+    states = width*g.layers*(slots*(4*D + 3*Q + 3*K + 2*g.mlp) + 3*T*K)
     parts = dict(weights=16*W + (2*W if width == 2 else 0), head=0 if shared_io else (1 if g.tied else 2)*width*g.vocab*D,
                  features=width*buffers*(T*g.features*D + (slots*D if teacher else 0)), states=states + 2*width*slots*D,
-                 working=max(logits_bytes(g, rows, fast, width), width*slots*3*(g.mlp + D)), rest=.9*2**30 if width == 2 else 0.)
+                 working=max(logits_bytes(g, rows, fast, width), width*slots*(4*g.mlp + 2*D)), rest=.9*2**30 if width == 2 else 0.)
     return {k: v/2**30 for k, v in parts.items()}
 
 def target_gib(
