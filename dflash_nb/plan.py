@@ -77,7 +77,7 @@ def drafter_micro_seconds(
     slots, heads = rows*g.anchors*g.block, 2 if teacher else 1
     own = sum(c*product_seconds(m, n, k, rates, width) for name, m, n, k, c in products(g, rows))
     extra = product_seconds(slots, g.vocab, g.hidden, rates, width) if teacher else 0.
-    moved = slots*(width*g.layers*(30*g.hidden + 9*g.mlp) + (3*width if heads == 1 else 20*width)*g.vocab) + drafter_weights(g)*(20 if width == 2 else 12)
+    moved = slots*(width*g.layers*(30*g.hidden + 9*g.mlp) + (3*width if heads == 1 else 20*width)*g.vocab) + drafter_weights(g)*(14 if width == 2 else 12)
     return dict(products=own + extra, attention=attention_flops(g, rows)/rates.attention/1e12, memory=moved/rates.bandwidth/1e12, launches=(60*g.layers + 60)*rates.kernel_us/1e6)
 
 def update_seconds(g: Geometry, rates: Rates) -> float:

@@ -483,3 +483,37 @@ def test_the_rope_of_the_target_is_trained_and_exported(kind, more):
     for rope in (Rope(cfg), Rope(DrafterConfig.from_hf(cfg.to_hf()))):
         torch.testing.assert_close(rope.inv_freq, theirs.inv_freq, rtol=1e-6, atol=0)
         assert rope.scale == theirs.attention_scaling
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 16])
+def test_blocks_in_chunks_see_all_that_they_may(size, monkeypatch):
+    "Scores are made for the part of the context that a chunk of blocks sees; whatever the chunk, outputs and gradients are the same."
+    import dflash_nb.drafter as module
+    spans, found = module._spans, []
+    for make in (lambda blocks: None, lambda blocks: spans(blocks, size)):
+        monkeypatch.setattr(module, "_spans", make)
+        d, (batch, blocks, feats, table) = drafter(dtype=torch.float64), case()
+        feats, table = feats.double(), table.double()
+        h = run(d, batch, blocks, feats, table, "eager")
+        h.square().sum().backward()
+        found.append([h.detach(), *(p.grad for p in d.parameters())])
+    for whole, part in zip(*found, strict=True):
+        torch.testing.assert_close(part, whole, rtol=1e-10, atol=1e-10)
+    chunks = spans(blocks, size)
+    assert [c[1] for c in chunks][-1] == blocks.keep_RN.shape[1] and all(low < high <= blocks.row_len for _, _, low, high in chunks)
+
+
+@pytest.mark.parametrize("shape", [(3, 8), (2, 5, 4, 8)])
+def test_the_norm_of_a_cpu_has_the_composed_norms_gradient(shape):
+    from dflash_nb.drafter import RMSNorm
+    norm = RMSNorm(8, 1e-6).to_empty(device="cpu").double()
+    with torch.no_grad():
+        norm.weight.copy_(1 + torch.randn(8, dtype=torch.float64, generator=torch.Generator().manual_seed(3)))
+    x = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2)).requires_grad_()
+    assert torch.autograd.gradcheck(norm, (x,))
+    g, want = torch.randn_like(x), torch.nn.functional.rms_norm(x, (8,), norm.weight, 1e-6)
+    mine = torch.autograd.grad(norm(x), (x, norm.weight), g)
+    for a, b in zip(mine, torch.autograd.grad(want, (x, norm.weight), g), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+    with torch.no_grad():
+        torch.testing.assert_close(norm(x), want.detach(), rtol=1e-12, atol=1e-12)
