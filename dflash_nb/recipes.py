@@ -8,7 +8,7 @@ __all__ = ['PEER', 'SEARCH', 'STUDY', 'RecipeStudy', 'first_turns', 'study_promp
            'comparison', 'main_recipes', 'run_parts']
 
 # %% ../nbs/21_recipes.ipynb #21-recipes-001
-import argparse, json, math, re, statistics, tempfile, threading, time
+import argparse, json, math, re, statistics, sys, tempfile, threading, time
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,7 +19,7 @@ import torch
 from .ablate import ArmRun, SharedReader, ablate, fan_out, read_rows
 from .arms import Arm, with_delta
 from .checkpoint import load_drafter
-from .config import DataError, TrainConfig, resolve
+from .config import DataError, DflashError, TrainConfig, resolve
 from .data import Dataset, _as_batch, clean_states, load_chats, pack, valid_anchors
 from .evaluate import _steps, emitted_at, evaluate, pooled_tau, tau_interval
 from .events import ask, software_versions, write_json
@@ -323,7 +323,12 @@ def run_arms(
     with time_limit(w, path):
         ab = ablate(w.target, w.train, cfg, grid, list(seeds), "steps", path, prompts=[], holdout=0, walk_docs=0, max_drafters=6, features=w.features, resume=True, show="lines" if w.target.device.type == "cuda" else "off")
     if ab.failed: print(*(f"FAILED {f['arm']}: {f['error']}" for f in ab.failed), sep="\n", flush=True)
-    return [r for seed in seeds for k, d in arms.items() if (r := _scored(w, path, "base" if k == first else k, k, seed, d))]
+    rows = [r for seed in seeds for k, d in arms.items() if (r := _scored(w, path, "base" if k == first else k, k, seed, d))]
+    if ab.outcome == "stopped": raise StudyStopped(f"sweep {name} was stopped with {len(rows)} runs done: the same command goes on")
+    return rows
+
+class StudyStopped(DflashError):
+    "A sweep ended before its last run: nothing may be chosen from it."
 
 @contextmanager
 def time_limit(w, path):
@@ -575,7 +580,8 @@ def main_recipes(argv=None):
     target = load_target(args.target, device=args.device, dtype=args.dtype)
     print(f"{target} in {time.perf_counter() - start:.1f} s", flush=True)
     print("prepared", prepare_study(target, args.prompts, args.out, s), f"{time.perf_counter() - start:.1f} s", flush=True)
-    run_parts(Workshop(target, args.out, s, args.limit), args, start)
+    try: run_parts(Workshop(target, args.out, s, args.limit), args, start)
+    except StudyStopped as e: print(e, flush=True); return 3
 
 def run_parts(w, args, start):
     "The parts in order; each one's seconds and machine are written to its file."
@@ -588,4 +594,4 @@ def run_parts(w, args, start):
         w.save(name, found | dict(date=time.strftime("%Y-%m-%d"), hardware=where, versions=software_versions(), command=f"python -m dflash_nb.recipes {name}", part_s=round(time.perf_counter() - begun, 1)))
         print(f"{name}: {time.perf_counter() - begun:.1f} s, {time.perf_counter() - start:.1f} s in all", flush=True)
 
-if __name__ == "__main__" and "__file__" in globals(): main_recipes()
+if __name__ == "__main__" and "__file__" in globals(): sys.exit(main_recipes())

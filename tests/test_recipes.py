@@ -117,6 +117,16 @@ def test_sweep_scores_and_goes_on(shop):
     assert sorted(map(tuple, (d for v in found.values() for d in v))) == sorted(map(tuple, slow.lengths))
 
 
+def test_a_limit_stops_a_sweep_and_the_same_call_goes_on(shop):
+    shop.end = recipes.time.monotonic() + .5
+    with pytest.raises(recipes.StudyStopped, match="goes on"):
+        shop.sweep("long", {"the base": {}}, 3000)
+    shop.end = None
+    told = json.loads((shop.out / "sweeps/long/sweep.json").read_text())
+    assert not list(shop.out.glob("sweeps/long/arms/*/*/result.json")) and told["steps"] == {"base": 3000}
+    assert recipes.planned_steps(shop, "long", {"the base": {}}, 1.0) == {"the base": 3000}
+
+
 def test_arms_that_differ_from_a_first_one_that_is_not_the_base(shop):
     first, other = dict(block_size=4, gamma=2.0, lr=1e-3), dict(lr=2e-3, betas=[0.9, 0.9])
     rows = shop.sweep("two", {"a": first, "b": other}, 2)
