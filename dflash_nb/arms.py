@@ -54,9 +54,12 @@ def list_deltas(
 )->list: # (name, delta) pairs
     "Deltas of any form, with names; raises `ConfigError` for a form that is neither."
     if isinstance(grid, dict) and grid and all(isinstance(v, (list, tuple)) for v in grid.values()):
+        if empty := [k for k, v in grid.items() if not len(v)]: raise ConfigError(f"grid: {empty[0]} has no values; give some, or leave it out")
         points = [dict(zip(grid, values)) for values in itertools.product(*grid.values())]
         return [(arm_name(d), d) for d in points]
-    if isinstance(grid, dict) and all(isinstance(v, dict) for v in grid.values()): return list(grid.items())
+    if isinstance(grid, dict) and all(isinstance(v, dict) for v in grid.values()):
+        if bad := [k for k in grid if not isinstance(k, str) or not k.strip()]: raise ConfigError(f"grid: an arm is named {bad[0]!r}; give a word or two")
+        return list(grid.items())
     if isinstance(grid, (list, tuple)) and all(isinstance(d, dict) for d in grid): return [(arm_name(d), d) for d in grid]
     raise ConfigError(f"grid={grid!r:.80}: give a dict of lists (all combinations), a dict of named deltas, or a list of deltas")
 
@@ -100,6 +103,8 @@ def check_exact(
 # %% ../nbs/16a_arms.ipynb #16a-arms-019
 TWIN_SHIFT = 1_000_003
 
+def _taken(name, arms): return any(a.name.casefold() == name.casefold() for a in arms) # a folder each, also where case is ignored
+
 def plan_arms(
     base:TrainConfig,
     grid, # as for `list_deltas`
@@ -116,7 +121,8 @@ def plan_arms(
         check_exact(start, arm)
         same = next((a.name for a in arms if a.hash == arm.hash), None)
         if same: collapsed.append((name, same))
-        elif any(a.name == name for a in arms): raise ConfigError(f"two arms are named {name!r}: give each its own name")
+        elif _taken(name, arms): raise ConfigError(f"two arms are named {name!r}: give each its own name")
         else: arms.append(arm)
+    if twin and _taken(twin, arms): raise ConfigError(f"twin={twin!r}: an arm has that name, give another")
     if twin: arms.append(Arm(twin, {}, start, start.hash(), TWIN_SHIFT))
     return Plan(arms, collapsed)

@@ -22,7 +22,7 @@ from .config import ConfigError
 from .stats import compare_arms, difference_table, mean_band, ratio_values
 
 # %% ../nbs/16b_results.ipynb #16b-results-007
-CURVES = ("loss", "accuracy", "train_tau", "sim_tau", "walk_tau") # metrics of a step
+CURVES = ("loss", "accuracy", "train_tau", "grad_norm", "sim_tau", "walk_tau") # metrics of a step; a loss of another scale shows in grad_norm
 COST = ("target_s", "drafter_s") # seconds since the start of the run; the target's are shared by the arms of a round
 
 def tidy_rows(
@@ -54,7 +54,7 @@ class Ablation:
     arms: list = field(default_factory=list) # names, the base first
     collapsed: list = field(default_factory=list) # (name, the arm that it equals)
     failed: list = field(default_factory=list) # dicts: arm, seed, step, error
-    cost: dict = field(default_factory=dict) # seconds: wall, target, drafters, separate
+    cost: dict = field(default_factory=dict) # seconds: wall (of the steps), target, drafters, separate, start_up
     outcome: str = "finished" # or stopped
     path: str = "" # the sweep's folder
 
@@ -158,7 +158,7 @@ def draw_differences(ax, ab, metric="tau", level=.95):
         if math.isfinite(d.half): ax.plot([d.low, d.high], [y, y], color=color, lw=2)
         ax.plot(d.mean, y, "o", color=color, mfc=color if d.differs else "white")
     ax.axvline(0, color="gray", lw=1, ls="--")
-    ax.set(yticks=range(len(found)), yticklabels=list(found), ylim=(len(found) - .5, -.5), xlabel=f"{metric} minus {ab.base}'s",
+    ax.set(yticks=range(len(found)), yticklabels=list(found), ylim=(max(len(found), 1) - .5, -.5), xlabel=f"{metric} minus {ab.base}'s",
            title=f"paired differences, {level:.0%} over all arms (Holm)")
 
 def draw_positions(ax, ab):
@@ -203,13 +203,14 @@ def latex(
 
 # %% ../nbs/16b_results.ipynb #16b-results-024
 def cost_text(
-    cost:dict, # seconds: wall, target, drafters, separate
+    cost:dict, # seconds: wall, target, drafters, separate, start_up
 )->str:
     "What sharing the target pass saved."
     if not cost.get("wall"): return "cost: nothing was trained"
-    parts = cost["target"] + cost["drafters"]
+    parts, start = cost["target"] + cost["drafters"], cost.get("start_up", 0.)
     return (f"cost: {cost['target']:.1f} s of target passes + {cost['drafters']:.1f} s of drafters in {cost['wall']:.1f} s ({cost['wall'] / parts:.2f}x of their sum); "
-            f"separate runs: {cost['separate']:.1f} s, saved {1 - cost['wall'] / cost['separate']:.0%}")
+            f"separate runs: {cost['separate']:.1f} s, saved {1 - cost['wall'] / cost['separate']:.0%}"
+            + (f"; compiling and capturing took {start:.1f} s more, for each arm as for a run alone" if start > 0.1 else ""))
 
 def ablation_text(
     ab:Ablation,
@@ -231,6 +232,7 @@ def verdicts(
 )->str: # one line an arm
     "Each arm's difference in words, with interval, n and quantile."
     found = ab.differences(metric, level=level)
+    if not found: return f"{metric} {float(ab.summary(metric)['mean'].iloc[0]):.3f}; no arm to compare {ab.base} with"
     table = difference_table(found)
     n = lambda d: f"{d.seeds} seeds" + (f" x {d.prompts} prompts" if d.prompts else "")
     lines = [f"{arm}: {metric} {d.mean:+.3f} [{d.low:+.3f}, {d.high:+.3f}] ({n(d)}, quantile {d.quantile:.2f}), {table.verdict[arm]}" for arm, d in found.items()]

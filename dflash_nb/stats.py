@@ -151,6 +151,7 @@ def compare_arms(
 )->dict: # arm -> `Difference`, without the base
     "Paired differences to the base with Holm-corrected p-values and intervals; raises `ConfigError` where arms do not match."
     values = {k: np.asarray(v, float) for k, v in values.items()}
+    if not 0 < level < 1: raise ConfigError(f"level={level}: give a share in (0, 1), such as 0.95")
     if base not in values: raise ConfigError(f"base={base!r}: choose one of {', '.join(values)}")
     if len({v.shape for v in values.values()}) > 1:
         raise ConfigError("arms have different seeds or prompts: " + ", ".join(f"{k} {v.shape}" for k, v in values.items()) + "; compare those that finished all")
@@ -191,7 +192,7 @@ def difference_table(
 
 def _table(rows):
     import pandas as pd
-    return pd.DataFrame(rows).set_index("arm") if rows else pd.DataFrame(columns=["arm"]).set_index("arm")
+    return pd.DataFrame(rows, columns=["arm", "difference", "low", "high", "seeds", "prompts", "quantile", "df", "p", "p_holm", "detectable", "verdict"]).set_index("arm")
 
 # %% ../nbs/16_stats.ipynb #16-stats-030
 def mean_band(

@@ -66,7 +66,9 @@ def write_features(
     told=None, # called with (rows done, rows in all)
 )->"FeatureStore":
     "One pass of the target over all rows; goes on where an earlier call was stopped."
-    folder = Path(folder)
+    folder, layers = Path(folder), tuple(layers)
+    if not layers or not all(isinstance(i, int) and 0 <= i < target.num_layers for i in layers): raise ConfigError(f"layers={list(layers)}: give layers of the target, 0 to {target.num_layers - 1}")
+    if min(shard_rows, batch_rows) < 1: raise ConfigError(f"shard_rows={shard_rows}, batch_rows={batch_rows}: give numbers of rows, at least 1")
     what = dict(rows=len(packed), row_len=packed.row_len, width=target.hidden_size, layers=list(layers), final=bool(final), dtype=str(stored_type(dtype, target)).removeprefix("torch."),
                 shard_rows=shard_rows, target=target.name, fingerprint=rows_fingerprint(packed))
     index = folder/"index.json"

@@ -15,7 +15,7 @@ import torch
 from dflash_nb import ablate as module
 from dflash_nb.ablate import ablate, arm_trainer, open_sweep, plan_sweep, read_sweep, run_sweep
 from dflash_nb.callbacks import ProgressCB
-from dflash_nb.config import ConfigError, TrainConfig
+from dflash_nb.config import ConfigError, DataError, TrainConfig
 from dflash_nb.events import RunDirError, ask, read_events
 from dflash_nb.results import COST
 from dflash_nb.status import diagnose, status
@@ -399,3 +399,59 @@ def test_a_sweep_on_a_gpu(tmp_path, dtype, runner):
                 sweep_dir=tmp_path / "s", **SHORT)
     assert ab.outcome == "finished" and not ab.failed, repr(ab)
     assert ab.cost["wall"] > 0 and ab.cost["target"] > 0
+
+
+@pytest.mark.parametrize("change, words", [
+    (dict(grid={"gamma": []}), "gamma has no values"), (dict(grid={1: dict(gamma=1)}), "an arm is named 1"),
+    (dict(grid={"a": dict(gamma=1), "A": dict(gamma=3)}), "two arms are named 'A'"), (dict(twin="base"), "twin='base'"),
+    (dict(seeds=0), "seeds=0"), (dict(seeds=[0, 0]), "each once"), (dict(seeds="3"), "seeds='3'"), (dict(seeds=True), "seeds=True"),
+    (dict(budget=("steps", "x")), "budget="), (dict(budget=("steps", 1, 2)), "budget="), (dict(budget=None), "budget=None"),
+    (dict(budget=("steps", 0.5)), "whole number of steps"), (dict(budget=("seconds", float("inf"))), "budget="),
+    (dict(holdout=-1), "holdout=-1"), (dict(walk_docs=-1), "walk_docs=-1"), (dict(max_new_tokens=0), "max_new_tokens=0"),
+    (dict(max_drafters=0), "max_drafters=0"), (dict(max_drafters="x"), "max_drafters='x'"), (dict(devices=[]), "devices is empty"),
+    (dict(devices="gpu"), "no device"), (dict(prompts="abc"), "give a list"), (dict(prompts=[[1], {}]), "prompt 1"),
+    (dict(cfg=dict(steps=2)), "cfg is a dict"), (dict(ds=[1]), "ds is a list"), (dict(target="nano"), "target is a str"),
+], ids=str)
+def test_what_cannot_be_meant_is_refused_before_anything_is_made(pair, tmp_path, change, words):
+    how = dict(target=pair[0], ds=pair[1], cfg=CFG, grid={"gamma": [1]}, seeds=1, sweep_dir=tmp_path / "s", **SHORT) | change
+    with pytest.raises((ConfigError, DataError), match=words):
+        ablate(**how)
+    assert not (tmp_path / "s").exists()
+
+
+def test_a_folder_that_cannot_be_made_or_read_is_named(pair, tmp_path):
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(RunDirError, match="cannot be made"):
+        ablate(*pair, CFG, {}, sweep_dir=tmp_path / "file", **SHORT)
+    ab = ablate(*pair, CFG | dict(steps=1), {}, seeds=1, sweep_dir=tmp_path / "s", **SHORT)
+    assert "no arm to compare base with" in repr(ab) and ab.summary().verdict.tolist() == ["the base"] and ab.save().exists()
+    rows = tmp_path / "s/arms/base/seed-0/rows.jsonl"
+    rows.write_text(rows.read_text() + '[1]\n5\n{"x": 1}\n{"step": 3, "lo')
+    (rows.parent / "result.json").write_text("{")
+    assert len(read_sweep(tmp_path / "s").table) and run_sweep(open_sweep(tmp_path / "s", pair[0]), show="off").outcome == "finished"
+    (tmp_path / "s/sweep.json").write_text('{"plan": {')
+    for read in (read_sweep, lambda p: open_sweep(p, pair[0])):
+        with pytest.raises(ConfigError, match="can be read"):
+            read(tmp_path / "s")
+
+
+@pytest.mark.parametrize("bad", [dict(low=0.0), dict(low=1.0, high=0.1), dict(high=float("inf")), dict(steps=1)], ids=str)
+def test_a_range_of_rates_must_rise(pair, bad):
+    with pytest.raises(ConfigError, match="0 < low < high"):
+        module.find_lr(*pair, CFG, **bad)
+
+
+def test_start_up_is_a_cost_of_its_own(pair, tmp_path, monkeypatch):
+    inner = module.DrafterSide.warm_up
+    monkeypatch.setattr(module.DrafterSide, "warm_up", lambda self, inputs: (inner(self, inputs), time.sleep(0.1)))
+    ab = ablate(*pair, CFG | dict(steps=2), {"gamma": [1]}, seeds=1, sweep_dir=tmp_path / "s", **SHORT)
+    assert 0.2 <= ab.cost["start_up"] < 0.4 and "compiling and capturing took 0.2 s more" in repr(ab)
+    wall = [r["round_s"] for r in module.read_rows(tmp_path / "s/arms/base/seed-0/rows.jsonl")]
+    assert ab.cost["wall"] == pytest.approx(sum(wall)) and wall[0] < 0.1 + ab.cost["start_up"]
+
+
+def test_a_loss_of_another_scale_shows_in_the_table(pair, tmp_path):
+    "dpace over the sum of its own weights is another loss than over the blocks: the gradient says so, whatever AdamW makes of it."
+    ab = ablate(*pair, CFG | dict(steps=2, weighting="dpace"), {"own": dict(denominator="weights")}, seeds=2, sweep_dir=tmp_path / "s", **SHORT)
+    norms = ab.values("grad_norm")
+    assert all(abs(norms["own"][s] / norms["base"][s] - 1) > 0.1 for s in (0, 1))

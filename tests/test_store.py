@@ -122,3 +122,12 @@ def test_sweeps_name_their_stores_apart(parts, tmp_path):
     make = disk_features(tmp_path)
     a, b, c = make(target, [cfg], (1, 3), packed), make(target, [cfg | dict(loss="fkl")], (1, 3), packed), make(target, [cfg], (1,), packed)
     assert len({a.folder, b.folder, c.folder}) == 3 and b.index["final"] and make(target, [cfg], (1, 3), packed).folder == a.folder
+
+
+@pytest.mark.parametrize("bad, words", [
+    (dict(layers=()), "layers="), (dict(layers=(6,)), "0 to 5"), (dict(shard_rows=0), "shard_rows=0"), (dict(batch_rows=0), "batch_rows=0")
+], ids=str)
+def test_what_cannot_be_written_leaves_no_folder(parts, tmp_path, bad, words):
+    with pytest.raises(ConfigError, match=words):
+        write_features(parts[0], parts[2], folder=tmp_path / "s", **(dict(layers=(1, 2)) | bad))
+    assert not (tmp_path / "s").exists()
