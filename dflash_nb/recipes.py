@@ -350,11 +350,12 @@ def _scored(w, path, folder, name, seed, delta):
     if (run/"scored.json").exists(): return json.loads((run/"scored.json").read_text())
     rows, cfg = read_rows(run/"rows.jsonl"), filled(w, w.config(delta))
     total = lambda k: sum(r.get(k) or 0. for r in rows)
+    start = max(0., rows[0]["wall_share"] - statistics.median(r["wall_share"] for r in rows))
     once = hold(w, [cfg], cfg.target_layer_ids, pack(w.train, cfg.row_len)).held.seconds
-    out = dict(arm=name, seed=seed, delta=delta, config=cfg.hash(), steps=len(rows), train_s=round(total("wall_share") + once, 2), work_s=round(total("target_s") + total("drafter_s") + once, 2),
+    out = dict(arm=name, seed=seed, delta=delta, config=cfg.hash(), steps=len(rows), train_s=round(total("wall_share") - start + once, 2), start_s=round(start, 2), work_s=round(total("target_s") + total("drafter_s") + once, 2),
                loss=statistics.fmean(r["loss"] for r in rows[-20:]), accuracy=statistics.fmean(r.get("accuracy", math.nan) for r in rows[-20:]), **w.score(trained(w, run)), drafter=str(run/"drafter"))
     write_json(run/"scored.json", out)
-    print(f"{name}, seed {seed}: {out['steps']} steps in {out['train_s']} s, loss {out['loss']:.3f}, walk_tau {out['score']:.3f} {out['walk_tau']}", flush=True)
+    print(f"{name}, seed {seed}: {out['steps']} steps in {out['train_s']} s (start {out['start_s']}), loss {out['loss']:.3f}, walk_tau {out['score']:.3f} {out['walk_tau']}", flush=True)
     return out
 
 def trained(w, run): return load_drafter(Path(run)/"drafter" if (Path(run)/"drafter").exists() else run, device=str(w.target.device), dtype=w.target.dtype)
@@ -522,6 +523,7 @@ def _trained_and_reported(w, name, delta, steps, seeds, data="train"):
             made["runs"].append(dict(r, **w.report(trained(w, r["drafter"]))))
             w.save(name, made)
             print(name, f"seed {seed}", {k: round(v["tau"], 3) for k, v in made["runs"][-1]["sets"].items()}, flush=True)
+            print("first prompts:", {k: (round(f["first_tau"], 3), f"known {f['known_tau']}") for k in w.s.known if k in w.s.report and (f := known_prompts(w, made["runs"][-1:], k))}, flush=True)
     return made
 
 # %% ../nbs/21_recipes.ipynb #21-recipes-063
