@@ -236,3 +236,41 @@ def test_buttons_answer_while_a_cell_awaits_the_run(notebook, folder, kernel):
     nb.cell(1).get_by_role("button", name="Stop").click()
     nb.done(1, 30)
     assert "stopped" in nb.text(1) and "Stop button" in status(folder / run).stop_reason
+
+
+SWEEP = """
+from dflash_nb import ablate as module
+fan_out, finish = module.fan_out, module._finish_step
+def slow(*a): fan_out(*a); time.sleep(.1)
+def breaks(run, step):
+    if run.arm.name == "gamma=1" and step == 3: raise RuntimeError("no <b>room</b>")
+    return finish(run, step)
+module.fan_out, module._finish_step = slow, breaks
+small = cfg | dict(steps=12, eval_every=4, checkpoint_every=6, val_anchors=16)
+how = dict(seeds=2, holdout=4, max_new_tokens=8, walk_docs=0)
+"""
+RUNS = "table[aria-label='runs of the sweep'] tbody tr"
+
+
+def test_a_sweep_has_a_row_a_run_a_bar_for_all_and_leaves_its_report(notebook, folder, kernel):
+    run = f"runs/sweep-{kernel}"
+    nb = notebook(SWEEP, f"ab = ablate(target, ds, small, {{'gamma': [1, None]}}, sweep_dir={run!r}, **how)\nab.outcome",
+                  f"more = ablate(target, ds, small | dict(steps=500), {{}}, sweep_dir={run + '-behind'!r}, block=False, **how)",
+                  "more.wait().outcome")
+    nb.run(1)
+    nb.start(2)
+    nb.cell(2).locator(".dfl-head").wait_for(timeout=20_000)
+    appeared = nb.page.evaluate("performance.now() - window.started")
+    nb.cell(2).locator(".dfl-why").first.wait_for(timeout=20_000)
+    rows = nb.cell(2).locator(RUNS).all_inner_texts()
+    assert len(rows) == 7 and "no <b>room</b>" in rows[2] and "failed" in rows[1] and sum("waiting" in r for r in rows) == 3, rows
+    done = nb.cell(2).locator("[role=progressbar]").first
+    assert int(done.get_attribute("aria-valuemax")) == 72 and int(done.get_attribute("aria-valuenow")) > 12
+    nb.shot(f"sweep-{kernel}", 2)
+    nb.done(2, 60)
+    later(lambda: nb.cell(2).locator(REPORT).count() == 1 and nb.cell(2).locator(".dfl-head").count() == 0)
+    assert "6 runs: 4 done, 2 failed" in nb.text(2) and "'finished'" in nb.text(2) and appeared < 1000
+    nb.run(3)
+    nb.cell(3).locator(RUNS).first.wait_for(timeout=20_000)
+    nb.cell(3).get_by_role("button", name="Stop").click()
+    assert "stopped" in nb.run(4, 30) and status(folder / f"{run}-behind").stop_reason == "the Stop button"
