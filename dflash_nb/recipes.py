@@ -582,7 +582,8 @@ def main_recipes(argv=None):
     target = load_target(args.target, device=args.device, dtype=args.dtype)
     print(f"{target} in {time.perf_counter() - start:.1f} s", flush=True)
     print("prepared", prepare_study(target, args.prompts, args.out, s), f"{time.perf_counter() - start:.1f} s", flush=True)
-    try: run_parts(Workshop(target, args.out, s, args.limit), args, start)
+    left = args.limit and args.limit - (time.perf_counter() - start)
+    try: run_parts(Workshop(target, args.out, s, left), args, start)
     except StudyStopped as e: print(e, flush=True); return 3
 
 def run_parts(w, args, start):
