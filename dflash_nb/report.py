@@ -540,17 +540,20 @@ def chart_slots(tail: RunTail) -> str:
     keys = [("■", "a", f"step {slots.step}")] + ([("▬", "b", f"step {old[0]}")] if old else [])
     return _figure(title, keys, f"{title} at step {slots.step}: " + ", ".join(f"slot {k} {v:.0%}" for k, v in shown), axes.frame(names) + "".join(bars + marks))
 
+def arm_numbers(tail: RunTail) -> dict:  # arm -> number of its colour, the same in every chart
+    return {a: i for i, a in enumerate(dict.fromkeys(a for curves in tail.arms.values() for a, _ in curves))}
+
 def chart_arms(tail: RunTail, name: str) -> str:
     "A sweep's loss or sim_tau by step of the run: one colour an arm, one line a seed."
     found = {k: c for k, c in tail.arms[name].items() if len(c)}
     if not any(len(c) > 1 for c in found.values()): return _empty(name, "no curve yet")
-    arms, ys = list(dict.fromkeys(a for a, _ in found)), [y for c in found.values() for y in c.ys]
+    arms, color, ys = list(dict.fromkeys(a for a, _ in found)), arm_numbers(tail), [y for c in found.values() for y in c.ys]
     axes = _Axes((min(c.xs[0] for c in found.values()), max(c.xs[-1] for c in found.values())), (min(ys), sorted(ys)[int(.98*(len(ys) - 1))]))
-    lines = [axes.line(c.xs, c.ys, ARM_COLORS[arms.index(a)], 1.3, .9) for (a, _), c in found.items()]
+    lines = [axes.line(c.xs, c.ys, ARM_COLORS[color[a]], 1.3, .9) for (a, _), c in found.items()]
     all_arms = len(tail.state["run"].get("arms") or arms)
     title = name if len(arms) == all_arms else f"{name}, {len(arms)} of {all_arms} arms"
     label = f"{name} by step of the run: " + ", ".join(f"{a}, seed {s} {_g(c.ys[-1])}" for (a, s), c in found.items())
-    return _figure(title, [("▬", ARM_COLORS[i], str(a)[:30]) for i, a in enumerate(arms)], label, axes.frame() + "".join(lines))
+    return _figure(title, [("▬", ARM_COLORS[color[a]], str(a)[:30]) for a in arms], label, axes.frame() + "".join(lines))
 
 def panel_charts(tail: RunTail) -> str:
     "Loss, tokens a target call, shares by slot; of a sweep loss and sim_tau by arm."
@@ -629,9 +632,9 @@ def _draw_tau(ax, tail):
     ax.set(title="tokens a target call", xlabel="step"); ax.legend(frameon=False, fontsize=8) if ax.lines else None
 
 def _draw_arms(axes, tail):
+    number = arm_numbers(tail)
     for ax, (name, curves) in zip(axes, tail.arms.items()):
-        arms = list(dict.fromkeys(a for a, _ in curves))
-        for (a, seed), c in curves.items(): ax.plot(c.xs, c.ys, color=f"C{arms.index(a)}", lw=1.3, label=str(a)[:30] if (a, seed) == next(k for k in curves if k[0] == a) else None)
+        for (a, seed), c in curves.items(): ax.plot(c.xs, c.ys, color=f"C{number[a]}", lw=1.3, label=str(a)[:30] if (a, seed) == next(k for k in curves if k[0] == a) else None)
         ax.set(title=f"{name} by arm, a line a seed", xlabel="step of the run")
         if curves: ax.legend(frameon=False, fontsize=8)
 
