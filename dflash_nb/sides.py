@@ -58,10 +58,13 @@ class SideClock:
         return sum(map(span_seconds, spans))
 
 def span_seconds(
-    span: tuple,  # (start, end): seconds of the host's clock, or CUDA events that have passed
+    span: tuple,  # (start, end): seconds of the host's clock, or CUDA events
 ) -> float:
+    "What lies between two marks; waits until the device has passed the second."
     a, b = span
-    return b - a if isinstance(a, float) else a.elapsed_time(b)/1e3
+    if isinstance(a, float): return b - a
+    b.synchronize()
+    return a.elapsed_time(b)/1e3
 
 # %% ../nbs/14b_sides.ipynb #14b-sides-015
 class FeatureCache:

@@ -10,6 +10,7 @@ from test_trainer import CFG, TARGET, At, final, make, one_thread, resume, same_
 from dflash_nb.callbacks import Callback, GradCosCB
 from dflash_nb.config import ConfigError
 from dflash_nb.events import read_events
+from dflash_nb.sides import SideClock
 from dflash_nb.trainer import TrainError, toy_target
 
 LONG = CFG | dict(steps=20, token_budget=256, num_anchors=8)
@@ -245,6 +246,29 @@ def stopped_resumed_and_failed(path, target):
     del t
     gc.collect(), torch.cuda.empty_cache()
     return kept.value, torch.cuda.memory_allocated()
+
+
+class LateEvent:
+    "A CUDA event of work that the device has not reached yet."
+    def __init__(self, at): self.at, self.passed = at, False
+    def synchronize(self): self.passed = True
+    def elapsed_time(self, end):
+        if not end.passed: raise RuntimeError("Both events must be completed before calculating elapsed time.")
+        return end.at - self.at
+
+
+def test_a_clock_read_early_waits_for_the_device():
+    clock = SideClock("cpu")
+    clock.spans = [(LateEvent(1.0), LateEvent(4.0)), (LateEvent(4.0), LateEvent(6.0))]
+    assert clock.take() == pytest.approx(0.005) and clock.take() == 0
+
+
+@pytest.mark.cuda
+def test_a_clock_read_early_waits_for_the_gpu():
+    clock, x = SideClock("cuda:0"), torch.randn(8192, 8192, device="cuda:0")
+    with clock():
+        for _ in range(20): x @ x
+    assert 0.01 < clock.take() < 60
 
 
 @pytest.mark.cuda
