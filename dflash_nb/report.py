@@ -541,7 +541,7 @@ def chart_slots(tail: RunTail) -> str:
     return _figure(title, keys, f"{title} at step {slots.step}: " + ", ".join(f"slot {k} {v:.0%}" for k, v in shown), axes.frame(names) + "".join(bars + marks))
 
 def arm_numbers(tail: RunTail) -> dict:  # arm -> number of its colour, the same in every chart
-    return {a: i for i, a in enumerate(dict.fromkeys(a for curves in tail.arms.values() for a, _ in curves))}
+    return {a: i % len(ARM_COLORS) for i, a in enumerate(dict.fromkeys(a for curves in tail.arms.values() for a, _ in curves))}
 
 def chart_arms(tail: RunTail, name: str) -> str:
     "A sweep's loss or sim_tau by step of the run: one colour an arm, one line a seed."
