@@ -253,7 +253,8 @@ class LateEvent:
     def __init__(self, at): self.at, self.passed = at, False
     def synchronize(self): self.passed = True
     def elapsed_time(self, end):
-        if not end.passed: raise RuntimeError("Both events must be completed before calculating elapsed time.")
+        if not end.passed:
+            raise RuntimeError("Both events must be completed before calculating elapsed time.")
         return end.at - self.at
 
 
@@ -267,7 +268,8 @@ def test_a_clock_read_early_waits_for_the_device():
 def test_a_clock_read_early_waits_for_the_gpu():
     clock, x = SideClock("cuda:0"), torch.randn(8192, 8192, device="cuda:0")
     with clock():
-        for _ in range(20): x @ x
+        for _ in range(20):
+            x @ x
     assert 0.01 < clock.take() < 60
 
 
