@@ -25,6 +25,9 @@ class Wire:
     "What a task has instead of an event log; `send` posts a list of items and answers whether to stop."
     def __init__(self, sweep, runs, send, every: float = .25): self.sweep, self.runs, self.send, self.every, self.items, self.last, self.lock = sweep, runs, send, every, [], 0., threading.Lock()
     def emit(self, kind, **fields): self._keep("emit", kind, fields)
+    def warning(self, text, **more): self.emit("warning", text=text, **more)
+    def fallback(self, device, was, runs, reason): self.emit("fallback", device=str(device), was=was, runs=runs, reason=str(reason)[:2000])
+    def stop(self, reason): "Said by whoever waits."
     def step(self, step, **fields): self._keep("step", None, fields)
     def eval(self, step, **fields): self._keep("eval", None, fields)
     def gauge(self, **values): self._keep("state", None, {})
@@ -37,7 +40,7 @@ class Wire:
 
     def flush(self):
         with self.lock: items, self.items, self.last = self.items, [], time.monotonic()
-        if self.send(items): self.sweep.stop("the sweep stops")
+        if self.send(items): self.sweep.stopping.set()
 
 # %% ../nbs/20a_ray.ipynb #20a-ray-009
 def train_part(

@@ -134,7 +134,7 @@ def workers():
 
 
 @pytest.mark.slow
-def test_a_stop_reaches_the_tasks_and_resume_goes_on(cluster, nano, local, tmp_path):
+def test_a_stop_reaches_the_tasks(cluster, nano, tmp_path):
     def stop_soon():
         until = time.monotonic() + 100
         while time.monotonic() < until and not any(len(read_rows(p)) >= 2 for p in tmp_path.glob("s/arms/*/*/rows.jsonl")):
@@ -142,10 +142,25 @@ def test_a_stop_reaches_the_tasks_and_resume_goes_on(cluster, nano, local, tmp_p
         ask(tmp_path / "s", "stop")
     thread = threading.Thread(target=stop_soon)
     thread.start()
-    long = CFG | dict(steps=150)
-    ab = ablate(*nano, long, sweep_dir=tmp_path / "s", executor="ray", **HOW)
+    ab = ablate(*nano, CFG | dict(steps=5000, eval_every=1000), sweep_dir=tmp_path / "s", executor="ray", **HOW)
     thread.join()
+    assert ab.outcome == "stopped" and 2 <= latest(read_events(tmp_path / "s"))[-1]["step"] < 20000
+    assert list(tmp_path.glob("s/arms/*/*/checkpoints/latest"))
+
+
+@pytest.mark.slow
+def test_a_stopped_task_goes_on_exactly(nano, local, tmp_path):
+    def until_five(sweep):
+        def send(items):
+            for i in items:
+                take_item(sweep, i)
+            if sweep.done >= 5:
+                sweep.stop("enough")
+            return sweep.stopping.is_set()
+        for part in part_runs(sweep.groups(), 1, 2):
+            if not sweep.stopping.is_set():
+                train_part(str(sweep.path), [(r.arm.name, r.seed) for r in part], send, "cpu")
+    ab = ablate(*nano, CFG, sweep_dir=tmp_path / "s", executor=until_five, **HOW)
     assert ab.outcome == "stopped"
-    ab = ablate(*nano, long, sweep_dir=tmp_path / "s", executor="ray", resume=True, **HOW)
-    assert ab.outcome == "finished"
-    assert measured(ab).equals(measured(ablate(*nano, long, sweep_dir=tmp_path / "whole", **HOW)))
+    ab = ablate(*nano, CFG, sweep_dir=tmp_path / "s", executor=in_turn(1), resume=True, **HOW)
+    assert ab.outcome == "finished" and measured(ab).equals(measured(local))
