@@ -152,25 +152,3 @@ def test_a_hundred_steps_of_the_fast_path_follow_plain_float32():
         assert run.name == name
         run.close()
     assert losses[0][-1] < losses[0][0] - 1 and (losses[0] - losses[1]).abs().max() < 0.1
-
-
-def turned_error(device, dtype):
-    from dflash_nb.products import turned_backward, turned_backward_plain
-    g = torch.Generator().manual_seed(0)
-    x, grad, weight = torch.randn(2, 37, 3, 32, generator=g), torch.randn(2, 37, 3, 32, generator=g), torch.rand(32, generator=g)
-    angle = torch.rand(2, 37, 1, 16, generator=g)
-    cos, sin = torch.cat([angle.cos()] * 2, -1), torch.cat([-angle.sin(), angle.sin()], -1)
-    x, grad, cos, sin = (t.to(device, dtype) for t in (x, grad, cos, sin))
-    got = turned_backward(x, grad, weight.to(device), 1e-6, cos, sin)
-    want = turned_backward_plain(*(t.double() for t in (x, grad, weight.to(device, dtype))), 1e-6, cos.double(), sin.double())
-    return max(error(a, b) for a, b in zip(got, want, strict=True))
-
-
-@pytest.mark.skipif(not INTERPRETED, reason="needs Triton and TRITON_INTERPRET=1")
-def test_interpreted_kernels_of_heads():
-    assert turned_error("cpu", torch.float32) < 1e-6
-
-
-@pytest.mark.cuda
-def test_heads_on_a_gpu():
-    assert turned_error("cuda", torch.float32) < 1e-6 and turned_error("cuda", torch.bfloat16) < 5e-3
