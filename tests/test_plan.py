@@ -44,6 +44,18 @@ def test_recorded_runs_are_predicted_within_fifteen_percent():
             assert p.seconds[mine] == pytest.approx(seen[theirs], rel=0.15), (path.name, mine)
 
 
+def test_three_widths_are_predicted_within_fifteen_percent_in_time_and_memory():
+    seen, r = json.loads((ROOT / "data/results/plan_h200.json").read_text()), known_rates()["NVIDIA H200"]
+    widths = {run["geometry"]: (Geometry(**run["shape"]), {x["part"]: x for x in run["rows"]}) for run in seen["runs"]}
+    assert set(widths) == {"qwen3_4b", "qwen3_8b", "qwen3_14b"}
+    for name, (g, rows) in widths.items():
+        drafter, target = rows["drafter"], rows["target"]
+        ms = 1e3 * (sum(drafter_micro_seconds(g, g.rows, r).values()) + update_seconds(g, r))
+        assert (ms, sum(drafter_gib(g, g.rows, 2).values())) == (pytest.approx(drafter["ms"], rel=0.15), pytest.approx(drafter["reserved_gib"], rel=0.15)), name
+        ms = 1e3 * sum(target_micro_seconds(g, g.rows, target["layers_read"], r).values())
+        assert (ms, sum(target_gib(g, g.rows).values())) == (pytest.approx(target["ms"], rel=0.15), pytest.approx(target["reserved_gib"], rel=0.15)), name
+
+
 def test_weights_are_those_of_the_drafter_and_the_target():
     g = GEOMETRIES["tiny"]
     target = random_target(g)
