@@ -230,6 +230,10 @@ class Processes(OneProcess):
                 if self.peers.lost: raise PeerLost(self.peers.lost) from e
                 if work.is_completed(): raise PeerLost(self.peers.find()) from e
 
+    def check(self):
+        "Raise PeerLost where a process is lost; sums that `_abort` has ended hold anything."
+        if self.peers.lost: raise PeerLost(self.peers.lost)
+
 def _abort():
     "Kernels that wait for a lost process end, and with them whoever waits for the device."
     from torch.distributed.distributed_c10d import _abort_process_group

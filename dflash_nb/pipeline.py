@@ -248,6 +248,7 @@ class OneProcess:
     def gather(self, outs, device): return outs      # `LossOut`s of all processes, in their order
     def mean(self, value, count): return value       # over all processes
     def agree(self, stop, want): return stop, want   # at a step edge: why to stop, and is a checkpoint wanted?
+    def check(self): "Raise where another process is known to be lost: what this step has computed is worth nothing then."
     def tell(self, **now): "Values that the other processes may see."
     def table(self): return []                       # what each process has told
     def fail(self, error): "Let the others know that this process leaves."

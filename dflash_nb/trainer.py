@@ -232,6 +232,7 @@ class _Steps(_Parts):
         if any(type(cb).before_update is not Callback.before_update or "before_update" in vars(cb) for cb in self.callbacks):
             with self.line.open_gradients(): self.run_callbacks("before_update")
         row = dict(step=self.step + 1) | self.line.update(self.step)
+        self.group.check()
         self._count(row | self._check_rows(row))
         if row["step"] % self.cfg.checkpoint_every == 0: self._same_weights(row["step"])
         seconds, tokens = time.perf_counter() - start, self.cfg.token_budget
