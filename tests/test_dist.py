@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from dflash_nb.checkpoint import load_state, scan_states
 from dflash_nb.config import ConfigError
 from dflash_nb.dist import Peers, claim_gpus, own_gpus
-from dflash_nb.events import latest, read_events
+from dflash_nb.events import EventLog, latest, read_events
 from dflash_nb.pipeline import OneProcess, deal
 from dflash_nb.status import diagnose, status
 
@@ -274,3 +274,17 @@ def test_signs_of_life_name_the_silent_and_the_failed():
 def test_one_process_needs_no_other():
     g = OneProcess()
     assert g.share(3) == 3 and g.agree("", True) == ("", True) and g.gather([1], "cpu") == [1] and g.table() == [] and g.mean(.5, 4) == .5
+
+
+def test_status_shows_every_process(tmp_path):
+    log = EventLog(tmp_path / "r", steps=9, target="toy", devices=dict(target=["cpu"], drafter=["cpu"]), processes=3)
+    rows = [dict(rank=r, host=f"node{r // 2}", pid=r, step=4 + r, stage="train", tok_s=100., age=.1 * r) for r in range(3)]
+    rows[2]["devices"] = [dict(device="cuda:0", memory_gb=12., total_gb=140.)]
+    log.gauge(processes=rows)
+    log.beat()
+    s = status(tmp_path / "r", probe=False)
+    assert [(p["rank"], p["step"]) for p in s.processes] == [(0, 4), (1, 5), (2, 6)]
+    text = str(s)
+    assert "3 processes on 2 nodes, step 4 to 6" in text and "oldest sign of life: rank 2 on node1" in text
+    assert "rank 1 node0 cpu" in text and "rank 2 node1 cuda:0 12.0 GB" in text
+    log.close()
