@@ -9,8 +9,8 @@ __all__ = ['Rates', 'known_rates', 'card_of', 'memory_of', 'product_seconds', 'd
            'plan_table', 'plan_dict', 'read_where', 'refuse_plan']
 
 # %% ../nbs/16g_plan.ipynb #16g-plan-001
-import json, math, os, platform
-from dataclasses import asdict, dataclass, field, fields, replace
+import json, math, os
+from dataclasses import asdict, dataclass, field, replace
 from types import SimpleNamespace
 import torch
 from .bench import GEOMETRIES, Geometry, attention_flops, bench_step, machine, products

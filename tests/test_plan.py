@@ -51,9 +51,11 @@ def test_three_widths_are_predicted_within_fifteen_percent_in_time_and_memory():
     for name, (g, rows) in widths.items():
         drafter, target = rows["drafter"], rows["target"]
         ms = 1e3 * (sum(drafter_micro_seconds(g, g.rows, r).values()) + update_seconds(g, r))
-        assert (ms, sum(drafter_gib(g, g.rows, 2).values())) == (pytest.approx(drafter["ms"], rel=0.15), pytest.approx(drafter["reserved_gib"], rel=0.15)), name
+        assert ms == pytest.approx(drafter["ms"], rel=0.15), name
+        assert sum(drafter_gib(g, g.rows, 2).values()) == pytest.approx(drafter["reserved_gib"], rel=0.15), name
         ms = 1e3 * sum(target_micro_seconds(g, g.rows, target["layers_read"], r).values())
-        assert (ms, sum(target_gib(g, g.rows).values())) == (pytest.approx(target["ms"], rel=0.15), pytest.approx(target["reserved_gib"], rel=0.15)), name
+        assert ms == pytest.approx(target["ms"], rel=0.15), name
+        assert sum(target_gib(g, g.rows).values()) == pytest.approx(target["reserved_gib"], rel=0.15), name
 
 
 def test_weights_are_those_of_the_drafter_and_the_target():
@@ -73,7 +75,8 @@ def test_a_config_of_transformers_is_a_target():
     g = geometry_of(Qwen3Config(hidden_size=2560, num_attention_heads=32, num_key_value_heads=8, head_dim=128, intermediate_size=9728,
                                 num_hidden_layers=36, vocab_size=151936, tie_word_embeddings=True))
     want = GEOMETRIES["qwen3_4b"]
-    assert (g.hidden, g.heads, g.kv_heads, g.head_dim, g.mlp, g.vocab, g.depth, g.tied) == (want.hidden, want.heads, want.kv_heads, want.head_dim, want.mlp, want.vocab, want.depth, want.tied)
+    for name in ("hidden", "heads", "kv_heads", "head_dim", "mlp", "vocab", "depth", "tied"):
+        assert getattr(g, name) == getattr(want, name), name
     named = plan("nano", TrainConfig(**SMALL), "cpu")
     assert named.geometry == GEOMETRIES["nano"] | {"block": 4, "anchors": 4, "row_len": 32, "rows": 2, "layers": 1}
     with pytest.raises(ConfigError, match="no hidden_size|no num_attention_heads"):
@@ -103,7 +106,8 @@ def test_the_best_split_is_the_fastest_that_fits():
     p = plan("qwen3_8b", TrainConfig(num_anchors=128, micro_rows=2), 8, **H200)
     assert p.devices == p.best["devices"] and p.best["step_s"] == min(s["step_s"] for s in p.splits if s["fits"])
     assert all(len(d["drafter"]) >= 1 and set(d["target"]) | set(d["drafter"]) == {"a", "b", "c"} for d in divisions(["a", "b", "c"]))
-    worse = plan("qwen3_8b", TrainConfig(num_anchors=512, micro_rows=2), {"target": ["cuda:0", "cuda:1", "cuda:2"], "drafter": ["cuda:3"]}, **H200)
+    lopsided = {"target": ["cuda:0", "cuda:1", "cuda:2"], "drafter": ["cuda:3"]}
+    worse = plan("qwen3_8b", TrainConfig(num_anchors=512, micro_rows=2), lopsided, **H200)
     assert any("instead of" in a for a in worse.advice)
 
 
@@ -114,8 +118,11 @@ def test_more_drafters_than_micro_batches_are_named():
 
 def test_costs_grow_as_they_should():
     r, g = known_rates()["NVIDIA H200"], GEOMETRIES["qwen3_8b"]
-    seconds = lambda g, m: sum(drafter_micro_seconds(g, m, r).values())
-    assert seconds(g | {"anchors": 256}, 4) < seconds(g, 4) < seconds(g | {"layers": 6}, 4) and seconds(g, 2) < seconds(g, 4) < 2.1 * seconds(g, 2)
+
+    def seconds(g, m): return sum(drafter_micro_seconds(g, m, r).values())
+
+    assert seconds(g | {"anchors": 256}, 4) < seconds(g, 4) < seconds(g | {"layers": 6}, 4)
+    assert seconds(g, 2) < seconds(g, 4) < 2.1 * seconds(g, 2)
     assert sum(drafter_gib(g, 2).values()) < sum(drafter_gib(g, 4).values())
     assert sum(drafter_micro_seconds(g, 4, r, teacher=True).values()) > seconds(g, 4)
     assert sum(drafter_gib(g, 4, teacher=True, fast=False).values()) > sum(drafter_gib(g, 4).values())
