@@ -50,7 +50,7 @@ def card_of(device) -> str:
 def memory_of(device) -> float:
     "GiB of a device, of the host for a CPU."
     if torch.device(device).type == "cuda": return torch.cuda.get_device_properties(device).total_memory/2**30
-    return os.sysconf("SC_PAGE_SIZE")*os.sysconf("SC_PHYS_PAGES")/2**30
+    return os.sysconf("SC_PAGE_SIZE")*os.sysconf("SC_PHYS_PAGES")/2**30 if hasattr(os, "sysconf") else math.inf
 
 # %% ../nbs/16g_plan.ipynb #16g-plan-011
 def product_seconds(
