@@ -99,6 +99,19 @@ def test_a_rehearsal_stores_nothing(tmp_path, monkeypatch):
     assert bugs.store_study("99_none", None) is None and bugs.store_events("99_none", tmp_path) is None and not list(tmp_path.iterdir())
 
 
+def test_a_gpu_record_adds_to_the_index(tmp_path, monkeypatch):
+    monkeypatch.setattr(bugs, "records_folder", lambda: tmp_path)
+    monkeypatch.setattr(bugs.torch.cuda, "get_device_name", lambda: "card")
+    facts = dict(title="t", guard="g", spot="s", date="2026-01-01", hardware="h", harm="slow")
+    (tmp_path / "01_x.json").write_text(json.dumps(facts))
+    (alone,) = bugs.bug_index()
+    assert bugs.gpu_record("01_x") is None and (alone["harm"], alone["seen_on"]) == ("slow", "2026-01-01, h")
+    bugs.store_gpu("01_x", "twice as slow", rows=[1])
+    (both,) = bugs.bug_index()
+    assert both["harm"] == "slow; twice as slow" and ", card, torch " in both["seen_on"] and bugs.gpu_record("01_x")["rows"] == [1]
+    assert "card" in bugs.gpu_line(bugs.gpu_record("01_x"))
+
+
 @pytest.mark.slow
 @book
 def test_slow_cells_run_as_a_rehearsal(path, tmp_path):
