@@ -63,7 +63,6 @@ class RecipeStudy:
     seeds: tuple = (0, 1, 2)
     arms: dict = field(default_factory=lambda: dict(SEARCH)) # name -> delta to the base
     rungs: tuple = ((10.0, 8), (30.0, 4)) # (seconds a run, arms that go on), then sums of those are trained for the last rung's seconds
-    length: int = 512 # positions of a decoding cache, P + new_tokens + block at most
     samples: int = 3 # further answers to each training prompt, of the part `more`
     temperature: float = 0.7 # of those
     frontier: tuple = (25.5, 51.0, 102.0) # seconds of the winner's delta, of the part `frontier`
@@ -161,7 +160,7 @@ def nano_study(**changes)->RecipeStudy:
     "A study that runs in seconds on a CPU; its numbers mean nothing."
     base = dict(block_size=6, num_anchors=8, anchor_policy="document", row_len=128, token_budget=256, micro_rows=2, num_draft_layers=1, gamma=3.0, lr=2e-3, betas=[0.9, 0.999],
                 val_share=0.0, attention="eager", checkpoint_every=1_000_000, eval_every=1_000_000)
-    small = dict(prompts=32, answer_tokens=24, new_tokens=16, report={"gsm8k": 4}, tune={"gsm8k": 3, "mbpp": 3}, base=base, epochs=1, seconds=0.5, longer=2, seeds=(0, 1), length=160, samples=1, frontier=(0.3,), known={"gsm8k": (2, 1.0)},
+    small = dict(prompts=32, answer_tokens=24, new_tokens=16, report={"gsm8k": 4}, tune={"gsm8k": 3, "mbpp": 3}, base=base, epochs=1, seconds=0.5, longer=2, seeds=(0, 1), samples=1, frontier=(0.3,), known={"gsm8k": (2, 1.0)},
                  arms={"start from target layers": dict(init="target"), "lr 4e-3": dict(lr=4e-3), "block 4": dict(block_size=4, gamma=2.0)}, rungs=((0.2, 2), (0.3, 1)))
     return replace(RecipeStudy(), **{**small, **changes})
 
@@ -365,19 +364,24 @@ def tune_scores(
     drafter, # `Drafter` on the target's device
 )->dict: # score, walk_tau by set
     "walk_tau on the tuning prompts; the score is their geometric mean, so that no set outweighs another."
-    packed = pack(w.tune, w.s.length)
+    packed = pack(w.tune, -(-int(w.tune.lengths.max()) // 64) * 64)
     lengths = walk_rows(drafter, w.target, packed, hold(w, [], drafter.cfg.target_layer_ids, packed))
     taus = {k: round(pooled_tau([sum(d) for d in v], [len(d) for d in v]), 4) for k, v in sorted(lengths.items())}
     return dict(score=round(math.exp(statistics.fmean(map(math.log, taus.values()))), 4), walk_tau=taus)
 
 # %% ../nbs/21_recipes.ipynb #21-recipes-052
+def replay_for(w, drafter):
+    "A decoder with room for the longest prompt of the report, its answer and a block."
+    longest = max(len(w.target.encode_prompt(p["messages"])) for p in w.report_prompts)
+    return Replay(w.target, drafter, -(-(longest + w.s.new_tokens + drafter.cfg.block_size + 1) // 64) * 64)
+
 def report_drafter(
     w:Workshop,
     drafter, # `Drafter` on the target's device
     plain:bool=False, # plain decoding, too?
 )->dict: # tau by set with intervals; emitted and calls of every prompt
     "Real decoding of the report's prompts."
-    engine = Replay(w.target, drafter, w.s.length)
+    engine = replay_for(w, drafter)
     r = evaluate(drafter, w.target, w.report_prompts, w.s.new_tokens, check_lossless=plain, engine=engine)
     sets = {k["kind"]: dict(tau=k["tau"], low=k["low"], high=k["high"], calls=k["calls"], emitted=[x["emitted"] for x in r.rows if x["kind"] == k["kind"]],
                             prompt_calls=[x["calls"] for x in r.rows if x["kind"] == k["kind"]]) for k in r.by_kind.to_dict("records")}
@@ -530,7 +534,7 @@ def _trained_and_reported(w, name, delta, steps, seeds, data="train"):
 def decode_speed(w:Workshop, source="winner", prompts=60, eager=8)->dict:
     "Tokens a second, batch 1: plain and speculative, both replayed, and for fewer prompts both eager."
     drafter, out = trained(w, w.load(source)["runs"][0]["drafter"]), dict(source=source, new_tokens=w.s.new_tokens)
-    for name, n, engine in (("replayed", prompts, Replay(w.target, drafter, w.s.length)), ("eager", eager, None)):
+    for name, n, engine in (("replayed", prompts, replay_for(w, drafter)), ("eager", eager, None)):
         some = w.report_prompts[::-(-len(w.report_prompts) // n)]
         r = evaluate(drafter, w.target, some, w.s.new_tokens, engine=engine)
         out[name] = dict(prompts=len(some), tau=r.tau, tokens_per_second=r.tokens_per_second, plain_tokens_per_second=r.plain_tokens_per_second, speedup=r.tokens_per_second / r.plain_tokens_per_second,

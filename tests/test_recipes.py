@@ -111,7 +111,7 @@ def test_sweep_scores_and_goes_on(shop):
     assert [(r["arm"], r["steps"]) for r in rows] == list(steps.items())
     assert all(set(r["walk_tau"]) == {"gsm8k", "mbpp"} and np.isfinite([r["loss"], r["score"], r["train_s"]]).all() for r in rows)
     assert rows == shop.sweep("three", arms, steps)
-    drafter, packed = load_drafter(rows[1]["drafter"]), pack(shop.tune, shop.s.length)
+    drafter, packed = load_drafter(rows[1]["drafter"]), pack(shop.tune, 192)
     found = walk_rows(drafter, shop.target, packed, recipes.hold(shop, [], drafter.cfg.target_layer_ids, packed), rows=3)
     slow = walk_tau(drafter, shop.target, shop.tune)
     assert sorted(map(tuple, (d for v in found.values() for d in v))) == sorted(map(tuple, slow.lengths))
@@ -133,6 +133,21 @@ def test_arms_that_differ_from_a_first_one_that_is_not_the_base(shop):
     told = json.loads((shop.out / "sweeps/two/sweep.json").read_text())["plan"]
     got = TrainConfig.from_dict({**told["base"], **told["arms"][1]["delta"]})
     assert (got.block_size, got.gamma, got.lr, got.betas) == (6, 3.0, 2e-3, (0.9, 0.9)) and rows[1]["arm"] == "b"
+
+
+def test_the_decoder_has_room_for_the_longest_prompt(shop):
+    drafter = load_drafter(shop.sweep("room", {"the base": {}}, 2)[0]["drafter"])
+    before, long = shop.report_prompts, chat("How many days are in a week? " * 12, "gsm8k")
+    shop.report_prompts = [before[0], long]
+    found = shop.report(drafter)["sets"]["gsm8k"]
+    shop.report_prompts = before
+    assert len(found["prompt_calls"]) == 2 and min(found["emitted"]) > 0
+
+
+def test_a_difference_of_single_seeds_is_an_interval_over_prompts():
+    one = lambda calls: dict(sets=dict(a=dict(tau=60 / sum(calls), emitted=[20] * 3, prompt_calls=calls)))  # noqa: E731
+    row = recipes.comparison([one([10, 11, 12])], [one([8, 9, 11])])[0]
+    assert row["difference"] > 0 and row["baseline"] < row["ours"] and row["low"] <= row["difference"] <= row["high"]
 
 
 def test_sums_leave_out_a_knob_that_is_set_twice():
