@@ -46,6 +46,8 @@ from .ablate import *
 from .studies import *
 from .export import *
 from .preflight import *
+from .dist import *
+from .nodes import *
 from .recipes import *
 
 # %% ../nbs/40_all.ipynb #40-all-005
