@@ -531,8 +531,9 @@ def _trained_and_reported(w, name, delta, steps, seeds, data="train"):
     return made
 
 # %% ../nbs/21_recipes.ipynb #21-recipes-063
-def decode_speed(w:Workshop, source="winner", prompts=60, eager=8)->dict:
-    "Tokens a second, batch 1: plain and speculative, both replayed, and for fewer prompts both eager."
+def decode_speed(w:Workshop, source=None, prompts=60, eager=8)->dict:
+    "Tokens a second, batch 1: plain and speculative, both replayed, and for fewer prompts both eager; of the winner, or of the baseline where there is none."
+    source = source or ("winner" if (w.out/"winner.json").exists() else "baseline")
     drafter, out = trained(w, w.load(source)["runs"][0]["drafter"]), dict(source=source, new_tokens=w.s.new_tokens)
     for name, n, engine in (("replayed", prompts, replay_for(w, drafter)), ("eager", eager, None)):
         some = w.report_prompts[::-(-len(w.report_prompts) // n)]
