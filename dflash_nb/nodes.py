@@ -6,7 +6,7 @@
 __all__ = ['Links', 'sum_seconds', 'nodes_table', 'time_sums', 'run_nodes', 'main_nodes']
 
 # %% ../nbs/20b_nodes.ipynb #20b-nodes-001
-import argparse, json, os, statistics, sys, tempfile, time
+import argparse, json, statistics, sys, tempfile, time
 from dataclasses import dataclass
 from pathlib import Path
 import torch

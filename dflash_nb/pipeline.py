@@ -13,7 +13,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 import numpy as np
 import torch
-from .config import ConfigError, TrainConfig
+from .config import ConfigError
 from .data import StateGuard, batch_at
 from .drafter import Drafter
 from .graphs import tree_map
