@@ -288,3 +288,12 @@ def test_status_shows_every_process(tmp_path):
     assert "3 processes on 2 nodes, step 4 to 6" in text and "oldest sign of life: rank 2 on node1" in text
     assert "rank 1 node0 cpu" in text and "rank 2 node1 cuda:0 12.0 GB" in text
     log.close()
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_wait_of_the_device_ends_with_a_lost_process():
+    env = dict(os.environ, PYTHONPATH=str(ROOT))
+    out = subprocess.run([sys.executable, ROOT / "tests/dist_lost.py"], env=env, capture_output=True, text=True, timeout=200)
+    assert "PeerLost: rank 1 on " in out.stdout and "[3, 9]" in out.stdout, out.stdout + out.stderr[-1000:]
+    assert float(out.stdout.split("ended after ")[1].split()[0]) < 20
