@@ -140,7 +140,7 @@ def train_parser() -> argparse.ArgumentParser:
     p.add_argument("--config", metavar="FILE", help="TrainConfig as .yaml or .json; options given beside it win")
     p.add_argument("--demo", action="store_true", help="settings for the nano target that show a result in minutes on two cores: " + ", ".join(f"{k} {v}" for k, v in DEMO.items()))
     p.add_argument("--preflight", choices=("auto", "yes", "warn", "no"), default="auto", help="half a minute of overfitting, exporting, loading and decoding before the run: auto for new runs over ten minutes, warn goes on after a failure (default: auto)")
-    p.add_argument("--plan", nargs="?", const="", metavar="N[xCARD]", help="print memory, seconds of a step and the best split of the devices, and exit: on the devices named, on N GPUs, or on N of a card that is not here ('8xNVIDIA H200'); loads nothing, 2 where it does not fit")
+    p.add_argument("--plan", nargs="?", const="", metavar="N[xCARD]", help="print memory, seconds of a step and the best split of the devices, and exit: on the devices named, on N GPUs, or on N of a card that is not here (8xH200); loads nothing, 2 where it does not fit")
     p.add_argument("--json", action="store_true", help="print one JSON object as the last line of stdout")
     add_config_options(p)
     return p

@@ -72,10 +72,11 @@ def drafter_micro_seconds(
     rates: Rates,
     width: int = 2,        # bytes of a number: 2 or 4
     teacher: bool = False,  # does the loss read the target's distribution?
+    head8: bool = False,    # the frozen head in float8?
 ) -> dict:
-    "Seconds of the drafter's forward and backward by part."
+    "Seconds of the drafter's forward and backward by part; products of a float8 head take 0.57 of their time (479 and 435 ms a step at the 8B width)."
     slots, heads = rows*g.anchors*g.block, 2 if teacher else 1
-    own = sum(c*product_seconds(m, n, k, rates, width) for name, m, n, k, c in products(g, rows))
+    own = sum(c*product_seconds(m, n, k, rates, width)*(.57 if head8 and name.startswith("head") else 1) for name, m, n, k, c in products(g, rows))
     extra = product_seconds(slots, g.vocab, g.hidden, rates, width) if teacher else 0.
     moved = slots*(width*g.layers*(30*g.hidden + 9*g.mlp) + (3*width if heads == 1 else 20*width)*g.vocab) + drafter_weights(g)*(14 if width == 2 else 12)
     return dict(products=own + extra, attention=attention_flops(g, rows)/rates.attention/1e12, memory=moved/rates.bandwidth/1e12, launches=(60*g.layers + 60)*rates.kernel_us/1e6)
@@ -133,12 +134,14 @@ def drafter_gib(
     teacher: bool = False,
     fast: bool = True,     # cross-entropy alone on a GPU?
     shared_io: bool = False,  # does a target on the device hold embedding and head?
+    head8: bool = False,   # float8 copies of the head, both ways round, and of a chunk of logits
 ) -> dict:
     "GiB of a drafter by part."
     slots, T, W = rows*g.anchors*g.block, rows*g.row_len, drafter_weights(g)
     D, Q, K = g.hidden, g.heads*g.head_dim, g.kv_heads*g.head_dim
     states = width*g.layers*(slots*(4*D + 3*Q + 3*K + 2*g.mlp) + 3*T*K)
-    parts = dict(weights=16*W + (2*W if width == 2 else 0), head=0 if shared_io else (1 if g.tied else 2)*width*g.vocab*D,
+    copies = 2*g.vocab*D + logits_bytes(g, rows, fast, width)/width if head8 else 0
+    parts = dict(weights=16*W + (2*W if width == 2 else 0), head=copies + (0 if shared_io else (1 if g.tied else 2)*width*g.vocab*D),
                  features=width*buffers*(T*g.features*D + (slots*D if teacher else 0)), states=states + 2*width*slots*D,
                  working=max(logits_bytes(g, rows, fast, width), width*slots*(4*g.mlp + 2*D)), rest=.9*2**30 if width == 2 else 0.)
     return {k: v/2**30 for k, v in parts.items()}
@@ -198,7 +201,7 @@ def _layout(g, cfg, devices, rates, counts=None):
     readers, drafters = devices["target"] or devices["drafter"], devices["drafter"]
     fast = gpu and set(loss_mix(cfg)) == {"ce"}
     t = target_micro_seconds(g, rows, target_layers(g, cfg), rates, width)
-    d = drafter_micro_seconds(g, rows, rates, width, bool(set(loss_mix(cfg)) - {"ce"}))
+    d = drafter_micro_seconds(g, rows, rates, width, bool(set(loss_mix(cfg)) - {"ce"}), cfg.head8)
     update = update_seconds(g, rates) + exchange_seconds(g, len(drafters), rates)
     per_target, per_drafter = rates.target*sum(t.values())*micros/len(readers), rates.drafter*(sum(d.values())*math.ceil(micros/len(drafters)) + update)
     load, memory = {}, []
@@ -207,7 +210,7 @@ def _layout(g, cfg, devices, rates, counts=None):
         load[name] = here_t*per_target + here_d*per_drafter
         parts = {}
         if here_t: parts |= {f"target {k}": v if k == "weights" else here_t*v for k, v in target_gib(g, rows, width, teacher, counts).items()}
-        if here_d: parts |= {f"drafter {k}": here_d*v for k, v in drafter_gib(g, rows, 1 + (2 if not alone else 0), width, teacher, fast, bool(here_t)).items()}
+        if here_d: parts |= {f"drafter {k}": here_d*v for k, v in drafter_gib(g, rows, 1 + (2 if not alone else 0), width, teacher, fast, bool(here_t), cfg.head8).items()}
         memory.append(dict(device=name, what=" and ".join(w for w, n in (("target", here_t), ("drafter", here_d)) if n), gib=sum(parts.values()), parts=parts))
     return memory, dict(target=per_target, drafter=per_drafter, step=max(load.values())), dict(target=_ms(t, rates.target), drafter=_ms(d, rates.drafter), update=1e3*rates.drafter*update)
 
@@ -320,6 +323,8 @@ def _rates_for(names, card, rates):
     known = known_rates()
     here = not card and names[0] != "cpu" and torch.cuda.is_available()
     card = card or ("cpu" if names[0] == "cpu" else card_of(names[0]) if here else "NVIDIA H200")
+    near = [k for k in known if str(card).casefold() in k.casefold()]  # "H200" will do
+    if card not in known and not here and len(near) == 1: card = near[0]
     if card in known: return replace(known[card], gib=memory_of(names[0])) if here or card == "cpu" else known[card], ""
     if not here: raise ConfigError(f"plan: card {card!r} was never measured: choose from {', '.join(known)}, or plan on it with calibrate=True")
     return replace(known["NVIDIA H200"], card=card, gib=memory_of(names[0])), f"{card} was never measured: times assume an H200's rates; plan(..., calibrate=True) takes its own in seconds"

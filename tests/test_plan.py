@@ -58,6 +58,18 @@ def test_three_widths_are_predicted_within_fifteen_percent_in_time_and_memory():
         assert sum(target_gib(g, g.rows).values()) == pytest.approx(target["reserved_gib"], rel=0.15), name
 
 
+def test_a_float8_head_is_predicted_beside_the_plain_one():
+    seen, r, g = json.loads((ROOT / "data/results/step_speed_peer.json").read_text()), known_rates()["NVIDIA H200"], GEOMETRIES["qwen3_8b"]
+    plain, eight = ([x for x in seen["rows"] if x["runner"] == "graph"][i] for i in (0, 1))
+    for row, head8 in ((plain, False), (eight, True)):
+        m = row["micro_rows"]
+        ms = 1e3 * (sum(drafter_micro_seconds(g, m, r, head8=head8).values()) * g.rows / m + update_seconds(g, r))
+        assert ms == pytest.approx(row["ms"], rel=0.15)
+        assert sum(drafter_gib(g, m, g.rows // m + 1, head8=head8).values()) == pytest.approx(row["reserved_gib"], rel=0.15)
+    a, b = (plan("qwen3_8b", TrainConfig(head8=h), "cuda:0", **H200) for h in (False, True))
+    assert b.seconds["drafter"] < 0.95 * a.seconds["drafter"] and b.memory[0]["gib"] > a.memory[0]["gib"]
+
+
 def test_weights_are_those_of_the_drafter_and_the_target():
     g = GEOMETRIES["tiny"]
     target = random_target(g)
@@ -144,6 +156,10 @@ def test_faces_say_the_same():
     for word in ("cuda:0", "slower side", "best split", "NVIDIA H200"):
         assert word in str(p) and word in html
     assert json.loads(json.dumps(p.to_dict()))["fits"] is True and len(p.table) == len(p.splits) == 2
+
+
+def test_a_part_of_a_card_s_name_will_do():
+    assert str(plan("qwen3_8b", TrainConfig(), 2, card="h200")) == str(plan("qwen3_8b", TrainConfig(), 2, **H200))
 
 
 def test_bad_questions_are_refused_in_one_line():
