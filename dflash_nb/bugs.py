@@ -437,7 +437,7 @@ def bug_index()->list: # dicts: number, bug, harm, guard, spot, seen on, noteboo
     rows = []
     for path in sorted(p for p in records_folder().glob("[0-9]*.json") if not p.name.endswith(".gpu.json")):
         f, gpu = json.loads(path.read_text()), gpu_record(path.stem)
-        harm = f.get("harm") or "; ".join(harm_text(load_study(path.stem)[0], m, f["arm"], f.get("base")) for m in (f["metric"], *f.get("also", ())))
+        harm = f.get("harm") or f"{f['arm']} against {f.get('base') or f['arms'][0]}: " + "; ".join(harm_text(load_study(path.stem)[0], m, f["arm"], f.get("base")) for m in (f["metric"], *f.get("also", ())))
         seen_on = f"{f['date']}, {f.get('seen_on') or f['hardware']}" + (f"; {gpu['date']}, {gpu['card']}, torch {gpu['versions']['torch']}" if gpu else "")
         rows.append(dict(number=int(path.stem.split("_")[0]), bug=f["title"], harm=f"{harm}; {gpu['harm']}" if gpu else harm, guard=f["guard"], spot=f["spot"], seen_on=seen_on, notebook=f"{path.stem}.ipynb"))
     return rows
