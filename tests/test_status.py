@@ -393,7 +393,9 @@ def test_a_swinging_cosine_is_whiplash_although_its_mean_is_not(tmp_path):
 
 
 def test_growth_of_graphs_and_of_memory(tmp_path):
-    held = lambda f: [dict(ok, shapes=1, recompiled=0, reserved_gb=f(i)) for i in range(80)]
+    def held(f):
+        return [dict(ok, shapes=1, recompiled=0, reserved_gb=f(i)) for i in range(80)]
+
     made(tmp_path / "graphs", [dict(ok, shapes=1, recompiled=i) for i in range(8)])
     made(tmp_path / "memory", held(lambda i: 2 + 0.1 * (i // 8)))
     made(tmp_path / "first evaluation", held(lambda i: 2 + (i > 60)))
