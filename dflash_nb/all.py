@@ -48,6 +48,7 @@ from .export import *
 from .preflight import *
 from .dist import *
 from .nodes import *
+from .ray_arms import *
 from .recipes import *
 
 # %% ../nbs/40_all.ipynb #40-all-005

@@ -52,7 +52,7 @@ def nodes_table(
     fixed: bool = True,                 # are the tokens of the whole step fixed? Else those of each process
 ) -> list:                              # one dict a shape
     "Seconds of a step, what of it is the sum, and speed against one process."
-    rows, tokens = [], 1
+    rows = []
     for n, p in shapes:
         share = -(-micros//(n*p))/micros if fixed else 1.
         work = max(target_s*share, (drafter_s - update_s)*share + update_s)
