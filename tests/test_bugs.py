@@ -41,6 +41,16 @@ def test_a_notebook_has_all_parts_in_order(path):
 
 
 @book
+def test_the_first_page_has_a_lesson_and_a_picture(path):
+    if no_story(path):
+        pytest.skip("a collection, not one bug")
+    first = cells(path)
+    first = first[: next(i for i, c in enumerate(first) if c.source == "## What was seen")]
+    assert any(re.match(r"# [^\n]+\n\n> .+", c.source) for c in first if c.cell_type == "markdown")
+    assert any("image/png" in o.get("data", {}) for c in first if c.cell_type == "code" for o in c.outputs), "no picture"
+
+
+@book
 def test_the_harm_is_measured_in_a_flagged_cell_and_shown(path):
     if no_story(path):
         pytest.skip("a collection, not one bug")
