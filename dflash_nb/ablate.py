@@ -485,9 +485,11 @@ def plan_sweep(
     names = device_names(target, devices)
     held = min(holdout, len(ds) // 4)
     train, kept = ds.split(held / len(ds), 1_234_567) if held else (ds, ds.select([]))
-    if prompts is None: prompts = [dict(input_ids=ids.tolist(), loss_mask=mask.tolist(), kind=kept.meta[i].get("kind")) for i, (ids, mask) in enumerate(map(kept.doc, range(len(kept))))]
+    own = prompts is None
+    if own: prompts = [dict(input_ids=ids.tolist(), loss_mask=mask.tolist(), kind=kept.meta[i].get("kind")) for i, (ids, mask) in enumerate(map(kept.doc, range(len(kept))))]
     prompts = list(prompts) if not isinstance(prompts, (str, dict)) else prompts
-    if prompts: _all_ids(prompts, target)  # what cannot be decoded is refused before anything is trained
+    try: prompts and _all_ids(prompts, target)  # what cannot be decoded is refused before anything is trained
+    except DataError as e: raise DataError(f"{e}" + ("; these are documents held out of ds: give prompts of your own, or holdout=0 for no decoding" if own else "")) from None
     mask, _ = choose_mask_token(target, cfg.mask_token_id, train.ids)
     plan = plan_arms(cfg, grid, lambda c: resolve(c | dict(mask_token_id=mask), target, torch.device(names[0]).type), twin)
     for share, seed, row_len in {(a.cfg.val_share, a.cfg.seed, a.cfg.row_len) for a in plan.arms}: pack(train.split(share, seed)[0], row_len)

@@ -16,6 +16,7 @@ from dflash_nb import ablate as module
 from dflash_nb.ablate import ablate, arm_trainer, open_sweep, plan_sweep, read_sweep, run_sweep
 from dflash_nb.callbacks import ProgressCB
 from dflash_nb.config import ConfigError, DataError, TrainConfig
+from dflash_nb.data import Dataset
 from dflash_nb.events import RunDirError, ask, read_events
 from dflash_nb.results import COST
 from dflash_nb.status import diagnose, status
@@ -416,6 +417,13 @@ def test_what_cannot_be_meant_is_refused_before_anything_is_made(pair, tmp_path,
     how = dict(target=pair[0], ds=pair[1], cfg=CFG, grid={"gamma": [1]}, seeds=1, sweep_dir=tmp_path / "s", **SHORT) | change
     with pytest.raises((ConfigError, DataError), match=words):
         ablate(**how)
+    assert not (tmp_path / "s").exists()
+
+
+def test_held_out_documents_without_a_prompt_are_refused_with_the_way_out(tmp_path):
+    plain = Dataset.from_docs(([5 + i % 3] * 40, [True] * 40) for i in range(16))
+    with pytest.raises(DataError, match="give prompts of your own, or holdout=0"):
+        ablate(toy_target(), plain, CFG, {"gamma": [1]}, seeds=1, sweep_dir=tmp_path / "s", **SHORT)
     assert not (tmp_path / "s").exists()
 
 
