@@ -460,6 +460,7 @@ def test_start_up_is_a_cost_of_its_own(pair, tmp_path, monkeypatch):
 
 def test_a_loss_of_another_scale_shows_in_the_table(pair, tmp_path):
     "dpace over the sum of its own weights is another loss than over the blocks: the gradient says so, whatever AdamW makes of it."
-    ab = ablate(*pair, CFG | dict(steps=2, weighting="dpace"), {"own": dict(denominator="weights")}, seeds=2, sweep_dir=tmp_path / "s", **SHORT)
+    ab = ablate(*pair, CFG | dict(steps=2, weighting="dpace"), {"own": dict(denominator="weights")},
+                seeds=2, sweep_dir=tmp_path / "s", **SHORT)
     norms = ab.values("grad_norm")
     assert all(abs(norms["own"][s] / norms["base"][s] - 1) > 0.1 for s in (0, 1))
