@@ -284,6 +284,7 @@ def test_a_knob_that_is_younger_than_the_sweep_does_not_end_it(pair, tmp_path):
         ablate(*pair, cfg | dict(weight_decay=0.1), {"gamma": [1]}, seeds=1, sweep_dir=tmp_path / "s", resume=True, **SHORT)
 
 
+@pytest.mark.slow
 def test_budgets(pair, tmp_path):
     plan = dict(grid={"token_budget": [256, 64]}, seeds=1, holdout=4)
     tokens = plan_sweep(*pair, CFG, budget="tokens", sweep_dir=tmp_path / "t", **plan)
@@ -323,6 +324,7 @@ def test_the_sweep_s_folder_is_a_run_to_every_reader(pair, tmp_path, capsys):
     assert ab.drafter("gamma=1", 0).cfg.block_size == 4
 
 
+@pytest.mark.slow
 def test_a_planted_effect_is_found(pair, tmp_path, monkeypatch):
     "A loss that ignores half of the positions, every other one from the first draft on."
     inner = module.make_inputs

@@ -98,7 +98,7 @@ def ours(target, path):
     return save_drafter(drafter_of(target, own=(HEAD,)), path)
 
 
-@pytest.mark.parametrize("release", [zlab, zlab_plain, speculators, ours])
+@pytest.mark.parametrize("release", [zlab, *(pytest.param(f, marks=pytest.mark.slow) for f in (zlab_plain, speculators)), ours])
 def test_a_released_drafter_goes_on_stops_resumes_and_is_served(target, ds, tmp_path, release):
     folder = release(target, tmp_path / "released")
     first = load_drafter(folder)
@@ -307,6 +307,7 @@ def test_what_the_command_refuses(files, tmp_path, capsys, argv, kw, said):
     assert said in err and err.count("\n") == 1 and not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_chats_may_come_through_a_pipe(files, tmp_path):
     code = "import sys; from dflash_nb.cli import dflash_train; sys.exit(dflash_train())"
     argv = [sys.executable, "-c", code, "--data", "-", "--target", str(files / "target"), "--drafter", str(files / "released"),

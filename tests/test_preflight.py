@@ -32,10 +32,8 @@ def check(pair, cfg=CFG, **kw):
     "change",
     [
         dict(layout="shifted"),
-        dict(loss="fkl"),
-        dict(weighting="dpace"),
         dict(loss=dict(ce=0.1, tv=0.9), noise=0.05),
-        dict(num_draft_layers=2),
+        *(pytest.param(change, marks=pytest.mark.slow) for change in (dict(loss="fkl"), dict(weighting="dpace"), dict(num_draft_layers=2))),
     ],
 )
 def test_every_kind_of_run_passes(pair, change):
@@ -72,7 +70,7 @@ def no_norm(d):
 def test_a_served_drafter_that_differs_is_refused_or_warned_of(pair, monkeypatch, tmp_path):
     broken(monkeypatch, no_norm)
     with pytest.raises(PreflightError, match="walk and decoding part"):
-        check(pair, seconds=4.0, cache=tmp_path)
+        check(pair, seconds=2.0, cache=tmp_path)
     with pytest.warns(UserWarning, match="disagree"):
         assert not check(pair, seconds=4.0, cache=tmp_path, on_fail="warn").ok
     assert not list(tmp_path.iterdir()), "a failed check was kept"

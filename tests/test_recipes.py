@@ -154,6 +154,7 @@ def test_sums_leave_out_a_knob_that_is_set_twice():
     assert list(sum_arms({"a": dict(lr=1.0), "b": dict(lr=2.0), "c": dict(gamma=4.0)})) == ["a", "a + c"]
 
 
+@pytest.mark.slow
 def test_all_parts_by_command_then_again(shop, capsys, monkeypatch):
     short = replace(shop.s, seconds=0.01, rungs=((0.01, 1), (0.01, 1)), frontier=(0.01,), arms={"lr 4e-3": dict(lr=4e-3)})
     monkeypatch.setattr(recipes, "nano_study", lambda: short)

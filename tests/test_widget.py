@@ -529,6 +529,7 @@ def test_interrupting_a_watch_leaves_the_run_alone(run, tmp_path, capsys, monkey
 # cost
 
 
+@pytest.mark.slow
 def test_fifty_thousand_steps_cost_less_than_a_hundredth_and_20_mb(shown, tmp_path):
     log = EventLog(tmp_path, config={}, steps=50_000)
     log.gauge(devices=demo_devices(8), queues={"batches": [3, 4]})
