@@ -27,7 +27,7 @@ from .gpus import free_gib
 from .losses import combine, needs_teacher
 from .optim import LRRange, lr_range
 from .pipeline import _known as known_device, own_modes, replicate_target, step_metrics
-from .progress import RunNow, SweepFace, steps_done, sweep_table
+from .progress import RunNow, SweepFace, steps_done, steps_made, sweep_table
 from .results import Ablation, folder_name, tidy_rows
 from .sides import DrafterSide, FeatureCache, TargetSide, make_inputs
 from .status import sweep_lines
@@ -216,7 +216,7 @@ class Sweep:
     @property
     def done(self): return steps_done(r.now for r in self.runs)
     @property
-    def rate(self): return (self.done - self.began[1]) / max(time.perf_counter() - self.began[0], 1e-9)
+    def rate(self): return (steps_made(r.now for r in self.runs) - self.began[1]) / max(time.perf_counter() - self.began[0], 1e-9)
     def stop(self, reason="stop() was called"):
         if self.log: self.log.stop(reason)
         self.stopping.set()
@@ -313,7 +313,7 @@ def train_round(
             try: looks.after_step(r, step)
             except Exception as e: fail(r, e); continue
             if step >= r.steps: live.remove(r)
-        sweep_step(sweep, [r for r in runs if r.row])
+        sweep_step(sweep, [r for r in runs if r.row.get("step") == step])
         for r in live:
             if step % r.cfg.checkpoint_every == 0: save_run(r, step)
     for r in live: save_run(r, step); r.now.state = "stopped"
@@ -446,6 +446,7 @@ def step_seconds(
             start = time.perf_counter()
             fan_out(reader, [run], packed, i, fail)
             took.append(time.perf_counter() - start)
+        run.close()
     return min(took[2:])
 
 # %% ../nbs/18_ablate.ipynb #18-ablate-030
@@ -602,7 +603,7 @@ def start_sweep(
 ):
     "Open the events, then train here or in a thread."
     where_runs_stand(sweep)
-    sweep.began = time.perf_counter(), sweep.done
+    sweep.began = time.perf_counter(), steps_made(r.now for r in sweep.runs)
     sweep.log = EventLog(sweep.path, config=sweep.plan.arms[0].cfg, steps=sweep.total, step=sweep.done, target=sweep.target.name, devices=list(sweep.devices),
                          arms=[a.name for a in sweep.plan.arms], seeds=list(sweep.seeds))
     publish(sweep)

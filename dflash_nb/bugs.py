@@ -340,11 +340,13 @@ def traced_anew(
     "Within, the drafter's parts are compiled as if for the first time."
     import torch._dynamo as dynamo # seconds, and few need it
     kept, _parts._BACKEND = _parts._BACKEND, backend
+    def forget():
+        for f in list(vars(_parts).values()):
+            if hasattr(f, "cache_clear"): f.cache_clear()
     dynamo.reset()
-    for f in list(vars(_parts).values()):
-        if hasattr(f, "cache_clear"): f.cache_clear()
+    forget()
     try: yield
-    finally: _parts._BACKEND = kept
+    finally: _parts._BACKEND = kept; forget()
 
 # %% ../nbs/19b_bugs.ipynb #19b-bugs-027
 def store_gpu(

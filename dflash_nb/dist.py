@@ -36,14 +36,15 @@ class Peers:
         rank: int, size: int,
         patience: float = 60.,  # seconds without a new line after which a process counts as lost
         beat: float = 1.,       # seconds between lines
-        grace: float = 20.,     # seconds that this process has to end once another one is lost
+        grace: float = 120.,    # seconds that this process has to end once another one is lost, a checkpoint included
     ):
         self.store, self.rank, self.size, self.patience, self.beat, self.grace = store.clone(), rank, size, patience, beat, grace
         self.now, self.lost, self.on_lost, self._n = dict(rank=rank, host=socket.gethostname(), pid=os.getpid(), left=""), "", lambda: None, 0
-        self._seen, self._lock, self._stop, self._since = {}, threading.Lock(), threading.Event(), None
+        self._seen, self._lock, self._stop, self._since, self._mute = {}, threading.Lock(), threading.Event(), None, False
         self._say()
 
     def _say(self):
+        if self._mute: return  # nobody listens, and the call might not return
         with self._lock:
             self._n += 1
             self.store.set(f"beat/{self.rank}", json.dumps(self.now | dict(n=self._n), default=str))
@@ -74,16 +75,27 @@ def _missing(peers, limit):
     gone = [f"{said(i)} has left: {i['left']}" for i, _ in rows if i["left"] not in ("", "done")]
     return "; ".join(gone or [f"{said(i)} gives no sign of life for {now - t:.0f} s, last seen at step {i.get('step')}" for i, t in rows if now - t > limit and i["left"] != "done"])
 
-def _watch_peers(peers):
-    "The life of the thread: say, look, decide; at last end a process that cannot end by itself."
+def _talk(peers):
+    "The life of one thread: say and look; a meeting point that gives no answer keeps it for as long as it likes."
     while not peers._stop.wait(peers.beat):
-        try: peers._say(); peers.look(); lost = _missing(peers, peers.patience)
-        except Exception as e: lost = f"the meeting point, held by {said(peers._seen[0][0]) if os.environ.get('TORCHELASTIC_USE_AGENT_STORE') != 'True' else 'the agent of ' + os.environ.get('MASTER_ADDR', '?')}, is gone ({type(e).__name__})"
+        try: peers._say(); peers.look(); peers._heard = time.monotonic()
+        except Exception as e: peers._broken = f"is gone ({type(e).__name__})"; return
+
+def _watch_peers(peers):
+    "The life of the other thread: decide; at last end a process that cannot end by itself."
+    peers._heard, peers._broken = time.monotonic(), ""
+    threading.Thread(target=_talk, args=(peers,), name="dflash-peers-talk", daemon=True).start()
+    while not peers._stop.wait(peers.beat):
+        quiet = time.monotonic() - peers._heard
+        broken = peers._broken or (f"gives no answer for {quiet:.0f} s" if quiet > peers.patience else "")
+        holder = said(peers._seen[0][0]) if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" else "the agent of " + os.environ.get("MASTER_ADDR", "?")
+        lost = f"the meeting point, held by {holder}, {broken}" if broken else _missing(peers, peers.patience)
+        peers._mute = bool(broken)
         if lost and not peers.lost:
             peers.lost, peers._since = lost, time.monotonic()
             with suppress(Exception): peers.on_lost()
         if peers.lost and time.monotonic() - peers._since > peers.grace:
-            print(f"dflash_nb: {peers.lost}; rank {peers.rank} does not come back from the device within {peers.grace:g} s and is ended", file=sys.stderr, flush=True)
+            print(f"dflash_nb: {peers.lost}; rank {peers.rank} has not ended within {peers.grace:g} s and is ended", file=sys.stderr, flush=True)
             os._exit(1)
 
 def _find_lost(peers, beats=6):
@@ -201,11 +213,12 @@ class Processes(OneProcess):
         patience: float = 60.,        # seconds after which a silent process counts as lost
         join: float = 300.,           # seconds to wait for all processes at the start
         beat: float = 1.,             # seconds between signs of life
+        grace: float = 120.,          # seconds to end in once a process is lost, a checkpoint included
         bucket: int = 1 << 23,        # numbers of gradient summed at a time
         ordered: bool | None = None,  # add in the order of the ranks? None: yes, but between nodes with GPUs, where each number would cross the network once for every process
     ):
         self.rank, self.size, self.bucket, self._n, self._sums, self._leaving = rank, size, bucket, 0, {}, ""
-        self.store, self.peers = store.clone(), Peers(dist.PrefixStore("peers", store), rank, size, patience, beat)
+        self.store, self.peers = store.clone(), Peers(dist.PrefixStore("peers", store), rank, size, patience, beat, grace)
         self.name = said(self.peers.now)
         self.peers.join(join)
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "cpu:gloo"
@@ -214,8 +227,6 @@ class Processes(OneProcess):
         self.ordered = ("nccl" not in backend or int(os.environ.get("LOCAL_WORLD_SIZE", size)) == size) if ordered is None else ordered
 
     def folder(self, run_dir): return Path(run_dir)/"ranks"/f"rank-{self.rank}" if self.rank else Path(run_dir)
-
-    def shares(self): "The text of a start-up line."; return f"process {self.rank} of {self.size}"
 
     def run(self, collective, out, value):
         "One collective operation; on a CPU, wait for it or raise PeerLost. A CUDA device waits by itself, and `_abort` ends its wait."
@@ -228,7 +239,9 @@ class Processes(OneProcess):
             except RuntimeError as e:
                 if self._leaving: raise PeerLost(f"this process leaves: {self._leaving}") from None
                 if self.peers.lost: raise PeerLost(self.peers.lost) from e
-                if work.is_completed(): raise PeerLost(self.peers.find()) from e
+                if not work.is_completed(): continue
+                try: work.wait(); return  # it has ended between the two questions
+                except RuntimeError as broken: raise PeerLost(self.peers.find()) from broken
 
     def check(self):
         "Raise PeerLost where a process is lost; sums that `_abort` has ended hold anything."
@@ -361,7 +374,7 @@ def meeting_point(
 
 @contextmanager
 def processes(
-    **knobs,  # of `Processes`: patience, join, beat, bucket
+    **knobs,  # of `Processes`: patience, join, beat, grace, bucket, ordered
 ):
     "The processes that this one was started with; an error inside is told to all of them."
     if int(os.environ.get("WORLD_SIZE", 1)) == 1: yield OneProcess(); return

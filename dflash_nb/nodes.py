@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from .bench import GEOMETRIES, machine
 from .callbacks import CheckpointCB, ProgressCB
+from .config import ConfigError
 from .dist import GradientSum, processes
 from .events import software_versions
 from .scale import chat_lengths, random_target, scale_config
@@ -31,14 +32,12 @@ def sum_seconds(
     nodes: int,
     processes: int, # of each node
     links: Links,
-    drafters: int = 1,  # of each process: their sums are added inside it first
 ) -> float:
     "Seconds of the sum over all processes, as two phases of exchange; across nodes as a ring of nodes."
-    total, inside = nodes*processes, max(processes, drafters)
-    if total*drafters == 1: return 0.
-    near = 2*size*(inside - 1)/inside/links.gpu/1e9
+    if nodes*processes == 1: return 0.
+    near = 2*size*(processes - 1)/processes/links.gpu/1e9
     far = 2*size*(nodes - 1)/nodes/links.net/1e9
-    return near + far + 2*links.latency*(inside - 1 + 2*(nodes - 1))
+    return near + far + 2*links.latency*(processes - 1 + 2*(nodes - 1))
 
 # %% ../nbs/20b_nodes.ipynb #20b-nodes-011
 def nodes_table(
@@ -105,6 +104,7 @@ def run_nodes(
     warm: int = 5,   # steps that are not timed
 ) -> dict:
     "Train, and tell the seconds of a step and the losses."
+    if cfg.steps <= warm: raise ConfigError(f"steps={cfg.steps}: the first {warm} are not timed, give more")
     save = CheckpointCB()
     save.after_step = lambda trainer: None
     with tempfile.TemporaryDirectory() as folder:

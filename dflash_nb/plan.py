@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import torch
 from .bench import GEOMETRIES, Geometry, attention_flops, bench_step, machine, products
 from .config import ConfigError, TrainConfig, resolve
-from .losses import loss_mix, needs_teacher
+from .losses import _BIG_CHUNK, _CHUNK_LOGITS, loss_mix, needs_teacher
 from .passes import bench_target, layer_weights
 from .pipeline import place
 from .target import asset, locate
@@ -113,7 +113,7 @@ def target_micro_seconds(
     return out | dict(host=max(0., layers*rates.layer_us/1e6 - sum(out.values())))
 
 # %% ../nbs/16g_plan.ipynb #16g-plan-020
-_CHUNK = {True: 5*2**28, False: 2**26}  # logits of a chunk: on the fast path of a GPU, and elsewhere
+_CHUNK = {True: _BIG_CHUNK, False: _CHUNK_LOGITS}  # logits of a chunk: on the fast path of a GPU, and elsewhere
 
 def logits_bytes(
     g: Geometry,
@@ -269,6 +269,7 @@ def _advise(p, names, room, counts):
     if micros < len(p.devices["drafter"]): out.append(f"{micros} micro-batches for {len(p.devices['drafter'])} drafters: each needs one, so lower micro_rows={p.cfg.micro_rows}")
     elif micros % len(p.devices["drafter"]): out.append(f"{micros} micro-batches do not divide by {len(p.devices['drafter'])} drafters: some wait")
     if set(loss_mix(p.cfg)) - {"ce"}: out.append("a loss over the target's distribution: times are less certain than for cross-entropy")
+    if p.cfg.dtype == "float32" and p.rates.card != "cpu": out.append("dtype='float32': rates are those of bfloat16, products take several times as long")
     if p.cfg.runner in ("eager", "compiled") and p.rates.card != "cpu": out.append(f"runner={p.cfg.runner!r}: times are those of a graph; eager took 1.2 times as long at the 8B geometry")
     if p.cfg.feature_cache and p.cfg.dtype == "float32": out.append("rows whose features are kept (feature_cache) cost the target nothing after the first epoch")
     return out
@@ -363,7 +364,8 @@ def calibrate_rates(
     "Time one drafter layer and a few target layers of this width on the card, and scale each side's seconds by measured over predicted."
     rows, width = cfg.micro_rows, 4 if cfg.dtype == "float32" else 2
     short = g | dict(layers=1, rows=rows, depth=min(g.depth, 6), features=1)
-    seen, t = bench_step(short, cfg.runner, device, steps=3), bench_target(short, device, steps=3)
+    dtype = torch.float32 if width == 4 else torch.bfloat16
+    seen, t = bench_step(short, cfg.runner, device, dtype, steps=3), bench_target(short, device, dtype, steps=3)
     want = sum(drafter_micro_seconds(short, rows, rates, width).values()) + update_seconds(short, rates)
     want_t = sum(target_micro_seconds(short, rows, t["layers_read"], rates, width).values())
     where = machine(device)

@@ -116,32 +116,37 @@ class RayArms:
             if started: ray.shutdown()
 
 # %% ../nbs/20a_ray.ipynb #20a-ray-015
-def _workers(arms, have):
-    "(GPUs of a task, tasks that fit side by side) in a cluster with these resources."
-    gpus = arms.gpus if arms.gpus is not None else float(have.get("GPU", 0) > 0)
-    fits = [have.get("CPU", 1)/arms.cpus] if arms.cpus else []
-    if gpus: fits.append(have.get("GPU", 0)/gpus)
-    if min(fits, default=1) < 1: raise ConfigError(f"a task asks for {arms.cpus:g} CPUs and {gpus:g} GPUs, the cluster has {have.get('CPU', 0):g} and {have.get('GPU', 0):g}: ask for less with RayArms(gpus=..., cpus=...)")
-    return gpus, int(min(fits, default=1))
+def _workers(arms, nodes):
+    "(GPUs of a task, tasks that fit side by side) on nodes with these resources."
+    gpus = arms.gpus if arms.gpus is not None else float(any(n.get("GPU", 0) for n in nodes))
+    asks = [(k, v) for k, v in (("CPU", arms.cpus), ("GPU", gpus)) if v]
+    fit = sum(min((int(n.get(k, 0)/v) for k, v in asks), default=1) for n in nodes)
+    most = {k: max((n.get(k, 0) for n in nodes), default=0) for k in ("CPU", "GPU")}
+    if not fit: raise ConfigError(f"a task asks for {arms.cpus:g} CPUs and {gpus:g} GPUs on one node, the cluster's nodes have at most {most['CPU']:g} and {most['GPU']:g}: ask for less with RayArms(gpus=..., cpus=...)")
+    return gpus, fit
 
 def _serve_tasks(arms, sweep):
     "Send the tasks, write down what they tell, record those that do not come back."
     ray = arms.ray
-    gpus, workers = _workers(arms, ray.cluster_resources())
+    gpus, workers = _workers(arms, [n["Resources"] for n in ray.nodes() if n["Alive"]])
     mail = ray.remote(Mail).options(num_cpus=0).remote()
     task = ray.remote(run_task).options(num_cpus=arms.cpus, num_gpus=gpus, max_retries=arms.retries)
     left = [[r for r in g if not r.ended] for g in sweep.groups()]
     waits = {task.remote(str(Path(sweep.path).resolve()), [(r.arm.name, r.seed) for r in p], mail, "cuda:0" if gpus else "cpu", arms.load, sweep.options["features"], sweep.options["max_drafters"]): p
              for p in part_runs([g for g in left if g], arms.arms, workers)}
     told = False
-    while waits:
-        done, _ = ray.wait(list(waits), timeout=.2)
+    try:
+        while waits:
+            done, _ = ray.wait(list(waits), timeout=.2)
+            for item in ray.get(mail.take.remote()): take_item(sweep, item)
+            with sweep.lock: publish(sweep); asked = sweep.log.take_asked(); sweep.log.check()
+            if "stop" in asked: sweep.stop("asked by another process")
+            if sweep.stopping.is_set() and not told: mail.stop.remote(); told = True
+            for t in done: _end_task(ray, sweep, t, waits.pop(t))
         for item in ray.get(mail.take.remote()): take_item(sweep, item)
-        with sweep.lock: publish(sweep); asked = sweep.log.take_asked(); sweep.log.check()
-        if "stop" in asked: sweep.stop("asked by another process")
-        if sweep.stopping.is_set() and not told: mail.stop.remote(); told = True
-        for t in done: _end_task(ray, sweep, t, waits.pop(t))
-    for item in ray.get(mail.take.remote()): take_item(sweep, item)
+    except BaseException:  # the cluster may outlive this process: its tasks must not
+        for t in waits: ray.cancel(t, force=True)
+        raise
 
 def _end_task(ray, sweep, task, runs):
     "A task whose worker died more often than it may: its runs have failed."

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['PEER', 'SEARCH', 'STUDY', 'RecipeStudy', 'first_turns', 'study_prompts', 'same_words', 'check_overlap',
            'prepare_study', 'nano_prompts', 'nano_study', 'HeldFeatures', 'HeldPart', 'walk_rows', 'Workshop',
-           'comparison', 'main_recipes', 'run_parts']
+           'comparison', 'main_recipes', 'run_recipes', 'run_parts']
 
 # %% ../nbs/21_recipes.ipynb #21-recipes-001
 import argparse, json, math, re, statistics, sys, tempfile, threading, time
@@ -19,7 +19,7 @@ import torch
 from .ablate import ArmRun, SharedReader, ablate, fan_out, read_rows
 from .arms import Arm, with_delta
 from .checkpoint import load_drafter
-from .config import DataError, DflashError, TrainConfig, resolve
+from .config import ConfigError, DataError, DflashError, TrainConfig, resolve
 from .data import Dataset, _as_batch, clean_states, load_chats, pack, valid_anchors
 from .evaluate import _steps, emitted_at, evaluate, pooled_tau, tau_interval
 from .events import ask, software_versions, write_json
@@ -249,7 +249,7 @@ class Workshop:
     def features(self, target, cfgs, layers, packed): return hold(self, cfgs, layers, packed)
     def use(self, name): self.train = stored_data(self.out/name); return self
     def epoch_steps(self, cfg): return math.ceil(len(pack(self.train, cfg.row_len)) * cfg.row_len / cfg.token_budget)
-    def sweep(self, name, arms, steps, seeds=(0,), base=None): return run_arms(self, name, arms, steps, seeds, base)
+    def sweep(self, name, arms, steps, seeds=(0,)): return run_arms(self, name, arms, steps, seeds)
     def score(self, drafter): return tune_scores(self, drafter)
     def report(self, drafter, plain=False): return report_drafter(self, drafter, plain)
     def save(self, name, value): write_json(self.out/f"{name}.json", value); return value
@@ -265,7 +265,7 @@ def hold(w, cfgs, layers, packed):
     return w.held[rows].part(layers, final)
 
 # %% ../nbs/21_recipes.ipynb #21-recipes-039
-COSTS = ("block_size", "num_anchors", "num_draft_layers", "target_layer_ids", "loss", "weighting", "labels", "token_budget", "row_len", "optimizer", "noise")
+COSTS = ("block_size", "num_anchors", "num_draft_layers", "target_layer_ids", "loss", "weighting", "labels", "token_budget", "row_len", "optimizer", "noise", "head8", "micro_rows", "dtype", "attention", "runner")
 
 def step_wall(
     w:Workshop,
@@ -310,11 +310,9 @@ def run_arms(
     arms:dict, # name -> delta; {} is the base itself
     steps, # optimizer steps of all, or of each by name
     seeds=(0,),
-    base:dict=None, # delta that all arms share
 )->list: # dicts, one a run: arm, seed, steps, seconds, scores, folder of the drafter
     "Train and score; runs that a limit cut off are missing."
     count = lambda k: steps if isinstance(steps, int) else steps[k]
-    arms = {k: {**(base or {}), **d} for k, d in arms.items()}
     first, path = next(iter(arms)), w.out/"sweeps"/name
     cfg = w.config(arms[first], steps=count(first))
     undo = {k: w.config().to_dict()[k] for d in arms.values() for k in d if "." not in k}
@@ -332,14 +330,15 @@ class StudyStopped(DflashError):
 @contextmanager
 def time_limit(w, path):
     "Ask a sweep to stop at the workshop's limit."
-    left = None if w.end is None else max(1., w.end - time.monotonic())
-    def stop():
-        with suppress(Exception): ask(path, "stop")
-    timer = threading.Timer(left, stop) if left else None
-    if timer: timer.daemon = True; timer.start()
+    over = threading.Event()
+    def watch():
+        wait = max(0., w.end - time.monotonic())
+        while not over.wait(wait):
+            with suppress(Exception): ask(path, "stop")
+            wait = 1.  # again: the sweep may not have listened yet
+    if w.end is not None: threading.Thread(target=watch, name="dflash-recipes-limit", daemon=True).start()
     try: yield
-    finally:
-        if timer: timer.cancel()
+    finally: over.set()
 
 # %% ../nbs/21_recipes.ipynb #21-recipes-045
 def _scored(w, path, folder, name, seed, delta):
@@ -351,7 +350,7 @@ def _scored(w, path, folder, name, seed, delta):
     total = lambda k: sum(r.get(k) or 0. for r in rows)
     start = max(0., rows[0]["wall_share"] - statistics.median(r["wall_share"] for r in rows))
     once = hold(w, [cfg], cfg.target_layer_ids, pack(w.train, cfg.row_len)).held.seconds
-    out = dict(arm=name, seed=seed, delta=delta, config=cfg.hash(), steps=len(rows), train_s=round(total("wall_share") - start + once, 2), start_s=round(start, 2), work_s=round(total("target_s") + total("drafter_s") + once, 2),
+    out = dict(arm=name, seed=seed, delta=delta, config=cfg.hash(), steps=len(rows), train_s=round(total("wall_share") - start + once, 2), start_s=round(start + total("start_s"), 2), work_s=round(total("target_s") + total("drafter_s") + once, 2),
                loss=statistics.fmean(r["loss"] for r in rows[-20:]), accuracy=statistics.fmean(r.get("accuracy", math.nan) for r in rows[-20:]), **w.score(trained(w, run)), drafter=str(run/"drafter"))
     write_json(run/"scored.json", out)
     print(f"{name}, seed {seed}: {out['steps']} steps in {out['train_s']} s (start {out['start_s']}), loss {out['loss']:.3f}, walk_tau {out['score']:.3f} {out['walk_tau']}", flush=True)
@@ -396,7 +395,7 @@ def comparison(
     "Both taus with intervals over prompts, the paired difference with one over seeds and prompts."
     out, sets = [], list(base[0]["sets"])
     part = lambda reports, k: ratio_values(*(np.array([r["sets"][k][n] for r in reports], float) for n in ("emitted", "prompt_calls")))
-    pool = lambda reports, k: [np.concatenate([r["sets"][k][n] for r in reports]) for n in ("emitted", "prompt_calls")]
+    pool = lambda reports, k: [np.sum([r["sets"][k][n] for r in reports], 0) for n in ("emitted", "prompt_calls")]  # a prompt is one unit, whatever the seeds
     for k in sets:
         d = compare_arms({"base": part(base, k), "ours": part(ours, k)}, "base", 1 - (1 - level) / len(sets))["ours"]
         row = dict(set=k, prompts=d.prompts, seeds=d.seeds, difference=d.mean, low=d.low, high=d.high)
@@ -467,7 +466,7 @@ def search(w:Workshop)->dict:
 
 def winner(w:Workshop, seeds=None, delta=None, data="train")->dict:
     "The winner of the search, or a given delta, for the study's seconds, every seed, reported."
-    found = w.load("search") if delta is None else dict(delta=delta, data=data)
+    found = needed(w, "search") if delta is None else dict(delta=delta, data=data)
     delta = found["delta"]
     w.use(found.get("data", "train"))
     try: return _trained_and_reported(w, "winner", delta, lambda: seconds_of(w, w.config(delta), w.s.seconds), seeds or w.s.seeds, found.get("data", "train"))
@@ -475,11 +474,11 @@ def winner(w:Workshop, seeds=None, delta=None, data="train")->dict:
 
 def more_answers(w:Workshop)->dict:
     "Further answers to the same prompts: the search's winner trained on all of them for the last rung's seconds; kept where the score is higher."
-    found, told = w.load("search"), _sampled(w)
+    found, told = needed(w, "search"), _sampled(w)
     w.use("more")
     delta, seconds = found["delta"], w.s.rungs[-1][0]
     rows = [dict(r, rung="more", seconds=seconds, data="more") for r in w.sweep("more", {"more answers": delta}, planned_steps(w, "more", {"more answers": delta}, seconds))]
-    better = rows[0]["score"] > max(r["score"] for r in found["rows"] if r["seconds"] == seconds)
+    better = rows[0]["score"] > max(r["score"] for r in found["rows"] if r["seconds"] == seconds and r.get("data") != "more")
     w.save("search", found | dict(rows=[r for r in found["rows"] if r.get("data") != "more"] + rows, data="more" if better else "train"))
     w.use("train")
     return dict(rows=rows, better=better, answers=told)
@@ -499,7 +498,7 @@ def _sampled(w):
 
 def frontier(w:Workshop)->dict:
     "The winner's delta for fewer seconds, seed 0, reported: what tau costs."
-    found, runs = w.load("search"), []
+    found, runs = needed(w, "search"), []
     w.use(found.get("data", "train"))
     for seconds in w.s.frontier:
         name = f"frontier-{seconds:g}"
@@ -518,7 +517,8 @@ def _trained_and_reported(w, name, delta, steps, seeds, data="train"):
     made = dict(delta=delta, data=data, config=w.config(delta).to_dict(), steps=None, prepare=w.told, runs=[])
     with suppress(OSError):
         old = w.load(name)
-        if old["config"] == made["config"] and old["data"] == data: made |= dict(steps=old["steps"], runs=old["runs"])
+        if (old["config"], old["data"]) != (made["config"], data): raise DataError(f"{w.out/name}.json holds runs of another recipe: give another --out, or move it and sweeps/{name}-* away")
+        made |= dict(steps=old["steps"], runs=old["runs"])
     made["steps"] = made["steps"] or steps()
     w.save(name, made)
     for seed in seeds:
@@ -531,10 +531,15 @@ def _trained_and_reported(w, name, delta, steps, seeds, data="train"):
     return made
 
 # %% ../nbs/21_recipes.ipynb #21-recipes-063
+def needed(w, name):
+    "What an earlier part has written; raises DataError where it has not run."
+    try: return w.load(name)
+    except FileNotFoundError: raise DataError(f"no {name}.json in {w.out}: run the part {name} first") from None
+
 def decode_speed(w:Workshop, source=None, prompts=60, eager=8)->dict:
     "Tokens a second, batch 1: plain and speculative, both replayed, and for fewer prompts both eager; of the winner, or of the baseline where there is none."
     source = source or ("winner" if (w.out/"winner.json").exists() else "baseline")
-    drafter, out = trained(w, w.load(source)["runs"][0]["drafter"]), dict(source=source, new_tokens=w.s.new_tokens)
+    drafter, out = trained(w, needed(w, source)["runs"][0]["drafter"]), dict(source=source, new_tokens=w.s.new_tokens)
     for name, n, engine in (("replayed", prompts, replay_for(w, drafter)), ("eager", eager, None)):
         some = w.report_prompts[::-(-len(w.report_prompts) // n)]
         r = evaluate(drafter, w.target, some, w.s.new_tokens, engine=engine)
@@ -545,22 +550,25 @@ def decode_speed(w:Workshop, source=None, prompts=60, eager=8)->dict:
 
 def compare_parts(w:Workshop)->dict:
     "Baseline, ours, difference and interval by set; the ceiling and the share of the gap that was closed."
-    base, ours = w.load("baseline")["runs"], w.load("winner")["runs"]
-    n = min(len(base), len(ours))
-    table = comparison(base[:n], ours[:n])
+    base, ours = ({r["seed"]: r for r in needed(w, k)["runs"]} for k in ("baseline", "winner"))
+    both = sorted(base.keys() & ours.keys())
+    if not both: raise DataError("baseline and winner share no seed: train one of each")
+    base, ours = [base[s] for s in both], [ours[s] for s in both]
+    table = comparison(base, ours)
     for row in table: row |= known_prompts(w, base, row["set"])
     with suppress(OSError):
         top = w.load("ceiling")["runs"][0]
         for row in table:
             row["ceiling"] = top["sets"][row["set"]]["tau"]
-            row["gap_closed"] = (row["ours"] - row["baseline"]) / (row["ceiling"] - row["baseline"])
+            gap = row["ceiling"] - row["baseline"]
+            row["gap_closed"] = (row["ours"] - row["baseline"]) / gap if gap else None
     return w.save("compare", dict(table=table, seconds=dict(baseline=[r["train_s"] for r in base], winner=[r["train_s"] for r in ours])))
 
 def known_prompts(w, reports, name):
     "The first prompts of a set as a known run had them: our tau with its interval beside the known one."
     n, tau = w.s.known.get(name, (0, None))
     if not n: return {}
-    emitted, calls = ([x for r in reports for x in r["sets"][name][k][:n]] for k in ("emitted", "prompt_calls"))
+    emitted, calls = (np.sum([r["sets"][name][k][:n] for r in reports], 0) for k in ("emitted", "prompt_calls"))
     return dict(first=n, first_tau=pooled_tau(emitted, calls), first_interval=tau_interval(emitted, calls), known_tau=tau)
 
 # %% ../nbs/21_recipes.ipynb #21-recipes-064
@@ -582,14 +590,21 @@ def main_recipes(argv=None):
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     p.add_argument("--dtype", default="auto")
     args = p.parse_args(argv)
-    s = nano_study() if args.settings == "nano" else replace(STUDY, **(json.loads(Path(args.settings).read_text()) if args.settings else {}))
+    try: return run_recipes(args)
+    except StudyStopped as e: print(e, flush=True); return 3
+    except (ConfigError, DataError) as e: print(f"error: {e}", file=sys.stderr, flush=True); return 2
+
+def run_recipes(args):
+    "What the command does; raises ConfigError, DataError or StudyStopped."
+    try: s = nano_study() if args.settings == "nano" else replace(STUDY, **(json.loads(Path(args.settings).read_text()) if args.settings else {}))
+    except (OSError, ValueError, TypeError) as e: raise ConfigError(f"--settings {args.settings}: {e}") from None
     start = time.perf_counter()
     target = load_target(args.target, device=args.device, dtype=args.dtype)
     print(f"{target} in {time.perf_counter() - start:.1f} s", flush=True)
     print("prepared", prepare_study(target, args.prompts, args.out, s), f"{time.perf_counter() - start:.1f} s", flush=True)
     left = args.limit and args.limit - (time.perf_counter() - start)
-    try: run_parts(Workshop(target, args.out, s, left), args, start)
-    except StudyStopped as e: print(e, flush=True); return 3
+    run_parts(Workshop(target, args.out, s, left), args, start)
+    return 0
 
 def run_parts(w, args, start):
     "The parts in order; each one's seconds and machine are written to its file."

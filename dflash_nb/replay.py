@@ -122,6 +122,7 @@ class Replay:
         self.target, self.drafter, self.length = target, drafter, length
         self.graphs = d.type == "cuda" if graphs is None else graphs
         self.K = drafts_a_call(drafter.cfg, num_draft) if drafter else 0
+        if length < self.K + 2: raise ConfigError(f"length={length}: recording alone needs {self.K + 2} positions; give room for prompt, answer and one block")
         self.token, self.pos = (torch.zeros(1, dtype=torch.long, device=d) for _ in "tp")
         with torch.inference_mode():
             self.side = _FixedTarget(target, length, drafter.cfg.target_layer_ids if drafter else ())

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from .bench import GEOMETRIES, Geometry, bench_step, fresh_memory, machine, matmul_ceiling, product_ms
 from .config import ConfigError, DflashError
+from .drafter import ATTENTION
 from .events import software_versions
 from .graphs import RUNNERS
 from .passes import bench_decode, bench_pipeline, bench_target
@@ -90,6 +91,7 @@ def run_bench(
     cuda = torch.device(device).type == "cuda"
     dtype = torch.bfloat16 if cuda else torch.float32
     shapes = {name: as_geometry(name, batch) for name in geometries}
+    if cuda and torch.device(device).index is not None: torch.cuda.set_device(device)  # events, graphs and the profiler use the current one
     session = BenchSession(device, out, limit, say)
     session.seen |= dict(command=command, ceiling_tflops=matmul_ceiling(device, dtype, 8192 if cuda else 512))
     for name, g in shapes.items():
@@ -99,15 +101,20 @@ def run_bench(
             say(f"{name}: {what}")
             session.row(run["rows"], f"{name} {what}", fn)
         if "drafter" in parts: _add_products(session, run, g, kw.get("micro_rows") or g.rows, device, dtype)
+    how = dict(steps=sweep_steps, attention=kw.get("attention", "auto"), micro_rows=kw.get("micro_rows"), head8=kw.get("head8", False), kernels=kw.get("kernels", False))
     for knob, values in (sweeps or {}).items():
-        for value in values: _sweep_point(session, next(iter(shapes.values())), knob, value, parts, runners[0], dict(steps=sweep_steps, attention=kw.get("attention", "auto")))
+        for value in values: _sweep_point(session, next(iter(shapes.values())), knob, value, parts, runners[0], how)
     _add_shares(session)
     return session.seen
 
 def _add_products(session, run, g, micro, device, dtype):
     "Each product of the drafter's micro-batch by itself, and their sum for a step."
     if session.limit and time.perf_counter() - session.start > session.limit: return
-    found = product_ms(g, micro, device, dtype, 3)
+    try: found = product_ms(g, micro, device, dtype, 3)
+    except RuntimeError as e:
+        run["rows"].append(dict(part="products", error=f"{type(e).__name__}: {' '.join(str(e).split())[:300]}"))
+        fresh_memory(device); session.save()
+        return
     run["products_ms"] = sum(ms for _, ms, _ in found)*(g.rows//micro)
     run["products"] = [(n, round(ms, 3), round(rate, 1)) for n, ms, rate in found]
     fresh_memory(device)
@@ -129,7 +136,7 @@ def _sweep_point(session, base, knob, value, parts, runner, how):
     drop = lambda row: {k: v for k, v in row.items() if k not in ("losses", "norms")}
     session.row(session.seen["sweeps"], f"{knob} {value} drafter", lambda: drop(bench_step(g, runner, session.device, **how)), **more)
     if "target" in parts and knob in ("row_len", "rows", "depth"):
-        session.row(session.seen["sweeps"], f"{knob} {value} target", lambda: bench_target(g, session.device, steps=how["steps"]), **more)
+        session.row(session.seen["sweeps"], f"{knob} {value} target", lambda: bench_target(g, session.device, micro_rows=how["micro_rows"], steps=how["steps"], kernels=how["kernels"]), **more)
 
 def read_sweep_option(
     text: str,  # "anchors=64,128"
@@ -171,22 +178,33 @@ def bench_parser() -> argparse.ArgumentParser:
     p.add_argument("--runners", default="auto", help=f"one or more of {', '.join(RUNNERS)}, with commas")
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="where")
     for name, text in dict(anchors="blocks a row", rows="rows a step", row_len="tokens a row", layers="drafter layers", depth="target layers").items():
-        p.add_argument(f"--{name.replace('_', '-')}", type=int, help=text)
-    p.add_argument("--micro-rows", type=int, help="rows a micro-batch")
+        p.add_argument(f"--{name}", type=int, help=text)
+    p.add_argument("--micro_rows", "--micro-rows", type=int, help="rows a micro-batch")
     p.add_argument("--steps", type=int, default=10, help="steps timed")
-    p.add_argument("--attention", default="auto", help="the drafter's attention")
+    p.add_argument("--attention", default="auto", choices=ATTENTION, help="the drafter's attention")
     p.add_argument("--sweep", action="append", default=[], metavar="FIELD=N,N", help="also vary one number of the first geometry: anchors, row_len, block, layers, rows; may be given again")
-    p.add_argument("--sweep-steps", type=int, default=4, help="steps timed at each point of a sweep")
+    p.add_argument("--sweep_steps", "--sweep-steps", type=int, default=4, help="steps timed at each point of a sweep")
     p.add_argument("--head8", action="store_true", help="the frozen head in float8")
     p.add_argument("--kernels", action="store_true", help="time by kernel, or by operation on a CPU")
     p.add_argument("--peer", choices=["specforge"], help="time this package's step on the same tensors as well")
     p.add_argument("--limit", type=float, help="seconds after which nothing more is begun")
     p.add_argument("--out", help="JSON file, written after every row")
+    p.add_argument("--json", action="store_true", help="print one JSON object as the last line of stdout")
     return p
+
+def _check_bench(a):
+    "Raise ConfigError for numbers, a device or a folder that cannot be meant."
+    for k in ("anchors", "rows", "row_len", "layers", "depth", "micro_rows", "steps", "sweep_steps"):
+        if getattr(a, k) is not None and getattr(a, k) < 1: raise ConfigError(f"--{k} {getattr(a, k)}: give 1 or more")
+    try: kind = torch.device(a.device).type
+    except RuntimeError: raise ConfigError(f"--device {a.device!r}: give cpu, cuda or cuda:N") from None
+    if kind == "cuda" and (torch.device(a.device).index or 0) >= torch.cuda.device_count(): raise ConfigError(f"--device {a.device!r}: torch sees {torch.cuda.device_count()} GPUs here")
+    if a.out and not Path(a.out).resolve().parent.is_dir(): raise ConfigError(f"--out {a.out!r}: no such folder")
 
 def _split(text, known, option):
     "Names with commas; raises ConfigError for an unknown one."
     names = list(known) if text == "all" else [n.strip() for n in text.split(",") if n.strip()]
+    if not names: raise ConfigError(f"--{option} {text!r}: name at least one of {', '.join(known)}")
     for n in names:
         if n not in known: raise ConfigError(f"--{option} {n!r}: choose from {', '.join(known)}")
     return names
@@ -199,6 +217,7 @@ def main_bench(
     a = bench_parser().parse_args(argv)
     say = lambda text: print(text, file=sys.stderr, flush=True)
     try:
+        _check_bench(a)
         names, parts = _split(a.geometry, GEOMETRIES, "geometry"), _split(a.parts, BENCH_PARTS, "parts")
         runners, sweeps = _split(a.runners, RUNNERS, "runners"), dict(read_sweep_option(s) for s in a.sweep)
         if a.peer: peer_modules()  # refuses before the long part
@@ -212,7 +231,9 @@ def main_bench(
         say(f"dflash_bench: error: {e}")
         return 2
     print(bench_text(seen), flush=True)
-    return int(any("error" in r for run in seen["runs"] for r in [*run["rows"], *seen["sweeps"]]))
+    code = int(any("error" in r for run in seen["runs"] for r in [*run["rows"], *seen["sweeps"]]))
+    if a.json: print(json.dumps(seen | dict(exit_code=code)), flush=True)
+    return code
 
 # %% ../nbs/16h_speed.ipynb #16h-speed-021
 #| eval: false

@@ -67,12 +67,14 @@ def test_the_command_stores_what_it_prints(tmp_path, capsys):
     assert bench_text(seen).splitlines() == printed
 
 
-BAD = ["--geometry huge", "--parts all,of", "--runners fast", "--sweep width=3", "--sweep layers=two", "--micro-rows 3"]
+BAD = ["--geometry huge", "--parts all,of", "--runners fast", "--sweep width=3", "--sweep layers=two", "--micro-rows 3",
+       "--steps 0", "--rows -1",
+       "--rows 0", "--device bogus", "--device cuda:99", "--out /nowhere/x.json", "--geometry ,"]
 
 
 @pytest.mark.parametrize("words", BAD)
 def test_the_command_refuses_in_one_line(words, capsys):
-    assert main_bench([*words.split(), "--device", "cpu"]) == 2
+    assert main_bench(["--device", "cpu", *words.split()]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 

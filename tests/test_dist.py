@@ -167,15 +167,17 @@ def test_an_error_of_one_rank_is_told_to_all(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_frozen_process_counts_as_lost_after_the_patience(tmp_path):
-    group = Group(tmp_path / "f", 2, tmp_path / "run", callbacks=dict(act_at=dict(step=3, rank=1, what="SIGSTOP")))
+@pytest.mark.parametrize("rank, words", [(1, "no sign of life"), (0, "the meeting point")])
+def test_a_frozen_process_counts_as_lost_after_the_patience(tmp_path, rank, words):
+    "Also the one that holds the meeting point, whose silence leaves every call to it without an answer."
+    group, other = Group(tmp_path / "f", 2, tmp_path / "run", callbacks=dict(act_at=dict(step=3, rank=rank, what="SIGSTOP"))), 1 - rank
     until = time.monotonic() + 60
-    while group.all[0].is_alive() and time.monotonic() < until:
+    while group.all[other].is_alive() and time.monotonic() < until:
         time.sleep(.05)
-    os.kill(group.all[1].pid, signal.SIGCONT)
+    os.kill(group.all[rank].pid, signal.SIGCONT)
     told = group.ends(30)
-    assert "rank 1 on" in told[0]["error"] and "no sign of life" in told[0]["error"] and told[0]["seconds"] < 30
-    assert told[1]["outcome"] == "raised"
+    assert f"rank {rank} on" in told[other]["error"] and words in told[other]["error"] and told[other]["seconds"] < 30
+    assert told[rank]["outcome"] == "raised"
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from dflash_nb import widget
 from dflash_nb.ablate import SweepRun, ablate, open_sweep, run_sweep, where_runs_stand
 from dflash_nb.config import ConfigError, TrainConfig
 from dflash_nb.events import EventLog, RunDirError, ask, read_events
-from dflash_nb.progress import RunNow, SweepFace, steps_done, sweep_line, sweep_table
+from dflash_nb.progress import RunNow, SweepFace, steps_done, steps_made, sweep_line, sweep_table
 from dflash_nb.report import RunReport, RunTail, demo_sweep, panel_charts, panel_sweep, run_panels
 from dflash_nb.status import format_status, main_status, status, status_line
 from dflash_nb.trainer import toy_data, toy_target
@@ -81,6 +81,22 @@ def test_failures_are_named_once_and_not_by_hundreds(capsys):
     assert 1 <= len(re.findall("failed: arm", out)) <= 10 and "more" in out
     named = re.findall(r"failed: (arm \d+), seed", out)
     assert len(set(named)) == len(named)
+
+
+def test_failures_are_named_in_the_order_they_come(capsys):
+    runs = many(3, 1, r0="running", r1="running", r2="running")
+    with SweepFace("x", "lines", every=0.02) as face:
+        face.begin(runs, "title", None)
+        for i in (2, 0):
+            runs[i].state, runs[i].error = "failed", "RuntimeError: no memory"
+            time.sleep(0.1)
+    assert re.findall(r"failed: (arm \d+), seed", capsys.readouterr().out) == ["arm 2", "arm 0"]
+
+
+def test_steps_that_were_never_made_are_no_speed():
+    runs = many(2, 1, r0="failed", r1="running")
+    runs[0].step, runs[1].step = 10, 20
+    assert steps_made(runs) == 30 and steps_done(runs) == 120
 
 
 def test_every_face_has_the_same_record(tmp_path, capsys):

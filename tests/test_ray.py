@@ -4,6 +4,7 @@ import signal
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from dflash_nb.ablate import ablate, executor_of, read_rows
 from dflash_nb.config import ConfigError, TrainConfig
 from dflash_nb.data import encode_chats
 from dflash_nb.events import ask, latest, read_events
-from dflash_nb.ray_arms import RayArms, part_runs, take_item, train_part
+from dflash_nb.ray_arms import RayArms, _workers, part_runs, take_item, train_part
 from dflash_nb.status import status
 from dflash_nb.target import load_target
 
@@ -67,6 +68,14 @@ def test_groups_are_cut_as_far_as_there_are_workers():
     for arms, workers, want in ((None, 1, [4, 2]), (None, 2, [3, 1, 2]), (None, 6, [1] * 6), (3, 6, [3, 1, 2])):
         assert [len(p) for p in part_runs(groups, arms, workers)] == want
         assert sum(part_runs(groups, arms, workers), []) == list("abcdef")
+
+
+def test_a_task_must_fit_on_one_node():
+    ask = SimpleNamespace(gpus=2, cpus=1)
+    with pytest.raises(ConfigError, match="on one node"):
+        _workers(ask, [dict(CPU=4, GPU=1), dict(CPU=4, GPU=1)])
+    assert _workers(ask, [dict(CPU=4, GPU=5), dict(CPU=1, GPU=8), dict(CPU=9)]) == (2, 3)
+    assert _workers(SimpleNamespace(gpus=None, cpus=2), [dict(CPU=4), dict(CPU=3)]) == (0.0, 3)
 
 
 def test_an_unknown_executor_or_a_missing_package_is_one_line(monkeypatch):

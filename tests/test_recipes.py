@@ -1,6 +1,7 @@
 "Recipes: prompts that must not be trained on, steps and seconds, held features, halving, and the whole path on the nano target."
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from dflash_nb.recipes import (
     HeldFeatures,
     Workshop,
     check_overlap,
+    comparison,
     first_turns,
     main_recipes,
     nano_prompts,
@@ -148,6 +150,24 @@ def test_a_difference_of_single_seeds_is_an_interval_over_prompts():
     one = lambda calls: dict(sets=dict(a=dict(tau=60 / sum(calls), emitted=[20] * 3, prompt_calls=calls)))  # noqa: E731
     row = recipes.comparison([one([10, 11, 12])], [one([8, 9, 11])])[0]
     assert row["difference"] > 0 and row["baseline"] < row["ours"] and row["low"] <= row["difference"] <= row["high"]
+
+
+def test_three_seeds_of_one_prompt_are_one_unit():
+    rng = np.random.default_rng(0)
+    calls = rng.integers(10, 20, 60)
+    report = dict(sets=dict(x=dict(emitted=(calls * rng.uniform(1, 3, 60)).tolist(), prompt_calls=calls.tolist(), tau=2.0)))
+    one, three = (comparison([report] * n, [report] * n)[0] for n in (1, 3))
+    assert one["baseline"] == three["baseline"]
+    assert np.allclose(one["baseline_interval"], three["baseline_interval"])
+
+
+def test_bad_input_is_one_line(shop, tmp_path, capsys):
+    base = ["--target", "nano", "--out", str(tmp_path / "o"), "--device", "cpu"]
+    assert main_recipes(["prepare", *base, "--prompts", str(tmp_path / "none")]) == 2
+    assert main_recipes(["prepare", *base, "--prompts", str(shop.prompts), "--settings", str(tmp_path / "none.json")]) == 2
+    assert len([x for x in capsys.readouterr().err.splitlines() if x.startswith("error: ")]) == 2
+    with pytest.raises(DataError, match="run the part search first"):
+        recipes.needed(SimpleNamespace(out=tmp_path, load=lambda n: json.loads((tmp_path / f"{n}.json").read_text())), "search")
 
 
 def test_sums_leave_out_a_knob_that_is_set_twice():
