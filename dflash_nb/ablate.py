@@ -705,7 +705,7 @@ def open_sweep(
     path = Path(sweep_dir)
     told = told_of(path)
     plan = told["plan"]
-    if target is None: target = load_target(plan["target"], device="cpu" if devices == "auto" else devices if isinstance(devices, str) else devices[0], dtype=plan["dtype"])
+    if target is None: target = load_target(plan["target"], device="cpu" if devices == "auto" else devices if isinstance(devices, (str, torch.device)) else devices[0], dtype=plan["dtype"])
     names = device_names(target, devices)
     ds, held = stored_data(path), stored_data(path/"held") if (path/"held"/"data.safetensors").exists() else Dataset.from_docs([])
     made = rebuild_plan(plan, target, ds, names[0])

@@ -109,11 +109,12 @@ class SweepFace:
         "The plan is made: count from here."
         self.runs, self._stop, self._start = runs, stop, (time.perf_counter(), steps_made(runs))
         if self.view: self.view.panes.explain(title, self.hint)
+        if self.error: print(f"live view not shown: {type(self.error).__name__}: {self.error}", flush=True)
         if self.mode not in ("bar", "lines"): return
         with suppress(OSError, ValueError): print(title, flush=True)  # nobody reads
         if self.mode == "bar":
             from tqdm.std import tqdm
-            self.bar = tqdm(total=sum(r.steps for r in runs), initial=self._start[1], unit="step", dynamic_ncols=True)
+            self.bar = tqdm(total=sum(r.steps for r in runs), initial=steps_done(runs), unit="step", dynamic_ncols=True)
         self._thread = threading.Thread(target=self._watch, name="dflash-sweep-progress", daemon=True)
         self._thread.start()
 

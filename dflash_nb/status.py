@@ -186,7 +186,7 @@ def _checkpoint(state, now) -> dict|None:
     return dict(step=state["run"]["step"], path=None, age=None) if state["run"].get("step") else None  # the one it continued from
 
 # %% ../nbs/02_status.ipynb #02-status-027
-def _sweep(state, word) -> dict|None:  # counts: by state; rows: dicts; runs, hidden: how many; eta: seconds
+def _sweep(state, word) -> dict|None:  # counts: by state; rows: dicts; runs: how many; eta: seconds
     "The runs of a sweep; None where the run is no sweep."
     told = state["gauges"].get("sweep")
     if not isinstance(told, dict) or not isinstance(told.get("rows"), list) or not isinstance(told.get("counts"), dict): return None
