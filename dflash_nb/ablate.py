@@ -5,9 +5,10 @@
 # %% auto #0
 __all__ = ['SHARED', 'ANCHORS', 'BUDGETS', 'share_key', 'SharedReader', 'ArmRun', 'open_run', 'save_run', 'append_row',
            'read_rows', 'fan_out', 'Sweep', 'group_runs', 'free_bytes', 'take_round', 'common_step', 'train_group',
-           'train_round', 'put_off', 'Looks', 'fail_run', 'sweep_step', 'publish', 'budget_steps', 'step_seconds',
-           'check_asked', 'device_names', 'plan_sweep', 'ablate', 'executor_of', 'run_sweep', 'start_sweep',
-           'where_runs_stand', 'SweepRun', 'open_sweep', 'rebuild_plan', 'read_sweep', 'arm_trainer', 'find_lr']
+           'train_round', 'put_off', 'Looks', 'fail_run', 'sweep_step', 'publish', 'budget_steps', 'time_steps',
+           'step_seconds', 'check_asked', 'device_names', 'plan_sweep', 'ablate', 'executor_of', 'run_sweep',
+           'start_sweep', 'where_runs_stand', 'SweepRun', 'open_sweep', 'rebuild_plan', 'read_sweep', 'arm_trainer',
+           'find_lr']
 
 # %% ../nbs/18_ablate.ipynb #18-ablate-001
 import asyncio, hashlib, json, math, queue, re, shutil, tempfile, threading, time
@@ -27,7 +28,7 @@ from .gpus import free_gib
 from .losses import combine, needs_teacher
 from .optim import LRRange, lr_range
 from .pipeline import _known as known_device, own_modes, replicate_target, step_metrics
-from .progress import RunNow, SweepFace, steps_done, steps_made, sweep_table
+from .progress import RunNow, SweepFace, steps_a_second, steps_done, steps_made, sweep_table
 from .results import Ablation, folder_name, tidy_rows
 from .sides import DrafterSide, FeatureCache, TargetSide, make_inputs
 from .status import sweep_lines
@@ -216,7 +217,7 @@ class Sweep:
     @property
     def done(self): return steps_done(r.now for r in self.runs)
     @property
-    def rate(self): return (steps_made(r.now for r in self.runs) - self.began[1]) / max(time.perf_counter() - self.began[0], 1e-9)
+    def rate(self): return steps_a_second((r.now for r in self.runs), self.began)
     def stop(self, reason="stop() was called"):
         if self.log: self.log.stop(reason)
         self.stopping.set()
@@ -430,24 +431,33 @@ def budget_steps(
     took = {a.name: step_seconds(target, a.cfg, ds) for a in plan.arms}
     return {k: max(1, round((amount or base.steps * took[plan.arms[0].name]) / s)) for k, s in took.items()}
 
-def step_seconds(
-    target,
+def time_steps(
+    reader:SharedReader, # of the config's target
     cfg:TrainConfig, # resolved
-    ds:Dataset,
-    steps:int=4, # timed, after two others
-)->float: # the fastest of them
-    "Seconds of one step of an arm on its own, target included; nothing of it is kept."
-    packed = pack(ds.split(cfg.val_share, cfg.seed)[0], cfg.row_len)
-    with tempfile.TemporaryDirectory() as d, own_modes(target.device):
-        run = ArmRun(Arm("timed", {}, cfg, ""), cfg.seed, cfg.steps, d).open(target, target.device, 0)
-        reader, took = SharedReader(target, [cfg | dict(feature_cache=0.)]), []
+    packed, # rows
+    steps:int, # to time, after two others
+)->list: # wall seconds of every step, the two others first
+    "Steps of an arm on its own, target included; nothing of it is kept."
+    took = []
+    with tempfile.TemporaryDirectory() as d, own_modes(reader.device):
+        run = ArmRun(Arm("timed", {}, cfg, ""), cfg.seed, cfg.steps, d).open(reader.target, reader.device, 0)
         def fail(r, e): raise e
         for i in range(steps + 2):
             start = time.perf_counter()
             fan_out(reader, [run], packed, i, fail)
             took.append(time.perf_counter() - start)
         run.close()
-    return min(took[2:])
+    return took
+
+def step_seconds(
+    target,
+    cfg:TrainConfig, # resolved
+    ds:Dataset,
+    steps:int=4, # timed, after two others
+)->float: # the fastest of them
+    "Seconds of one step of an arm on its own, target included, every feature read anew."
+    reader = SharedReader(target, [cfg | dict(feature_cache=0.)])
+    return min(time_steps(reader, cfg, pack(ds.split(cfg.val_share, cfg.seed)[0], cfg.row_len), steps)[2:])
 
 # %% ../nbs/18_ablate.ipynb #18-ablate-030
 def check_asked(

@@ -72,6 +72,8 @@ def rotate(
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
 # %% ../nbs/07_drafter.ipynb #07-drafter-012
+def _norm(x, weight, eps): return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps).to(x.dtype)
+
 class RMSNorm(nn.Module):
     "x / rms(x) * weight, reduced in float32, returned in the type of x (arXiv 1910.07467)."
     def __init__(self, size, eps):
@@ -80,7 +82,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x):
         if x.device.type == "cpu" and x.dtype == self.weight.dtype and torch.is_grad_enabled() and not torch.compiler.is_compiling(): return _NormCPU.apply(x, self.weight, self.eps)
-        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps).to(x.dtype)
+        return _norm(x, self.weight, self.eps)
 
 class _NormCPU(torch.autograd.Function):
     "The same norm with its gradient in closed form: half the passes over memory of the composed one, which is all that a CPU has."
@@ -429,7 +431,6 @@ def fuse_features(
 # %% ../nbs/07_drafter.ipynb #07-drafter-057
 _BACKEND = "inductor" # of torch.compile
 
-def _norm(x, weight, eps): return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps).to(x.dtype)
 def _add_norm(h, y, weight, eps): return h + y, _norm(h + y, weight, eps)
 def _heads(x, weight, eps, cos, sin): return rotate(_norm(x.unflatten(-1, (-1, weight.shape[0])), weight, eps), (cos, sin))
 

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['RUNNERS', 'tree_map', 'tensors', 'frame', 'Static', 'step_modes', 'forget_casts', 'EagerRunner', 'run_micro',
-           'run_update', 'compiled_graphs', 'CompiledRunner', 'private_stream', 'GraphMemory', 'Captured', 'Rehearsal',
-           'GraphRunner', 'Runner', 'make_runner', 'device_counts']
+           'run_update', 'compiled_graphs', 'CompiledRunner', 'private_stream', 'GraphMemory', 'Captured',
+           'captures_on', 'Rehearsal', 'GraphRunner', 'Runner', 'make_runner', 'device_counts']
 
 # %% ../nbs/14_graphs.ipynb #14-graphs-001
 import ctypes
@@ -293,6 +293,17 @@ class Captured:
     def __del__(self): _quietly(self.close)
 
 # %% ../nbs/14_graphs.ipynb #14-graphs-038
+@contextmanager
+def captures_on(
+    stream:torch.cuda.Stream, # of `private_stream`
+    pool:GraphMemory, # of the same device, the current one
+): # fn -> `Captured`
+    "Record on a stream that waits for the caller's, and that the caller's waits for."
+    before = torch.cuda.current_stream()
+    stream.wait_stream(before)
+    with torch.cuda.stream(stream): yield lambda fn: Captured(fn, stream, pool)
+    before.wait_stream(stream)
+
 class Rehearsal:
     "`Captured` without a device: a replay runs the function again and overwrites its outputs."
     def __init__(self, fn, stream=None, pool=None): self.fn, self.out = fn, tree_map(lambda t: t.detach().clone(), fn())
@@ -321,10 +332,8 @@ class GraphRunner(CompiledRunner):
     def _aside(self):
         "A recorder of functions, on a stream of its own where there are streams."
         if self.device.type != "cuda": yield Rehearsal; return
-        self.stream, self.pool, before = private_stream(self.device), GraphMemory(self.device), torch.cuda.current_stream()
-        self.stream.wait_stream(before)
-        with torch.cuda.stream(self.stream): yield lambda fn: Captured(fn, self.stream, self.pool)
-        before.wait_stream(self.stream)
+        self.stream, self.pool = private_stream(self.device), GraphMemory(self.device)
+        with captures_on(self.stream, self.pool) as record: yield record
 
 # %% ../nbs/14_graphs.ipynb #14-graphs-062
 def _not_finite(t): return torch.full_like(t, torch.nan) if t.is_floating_point() else t

@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 import torch
 import torch.distributed as dist
-from .bench import GEOMETRIES, machine
+from .bench import machine
 from .callbacks import CheckpointCB, ProgressCB
 from .config import ConfigError
 from .dist import GradientSum, processes
 from .events import software_versions
-from .scale import chat_lengths, random_target, scale_config
+from .plan import two_phases
+from .scale import chat_lengths, read_scale, scale_config, scale_options
 from .trainer import Trainer
 
 # %% ../nbs/20b_nodes.ipynb #20b-nodes-007
@@ -35,9 +36,7 @@ def sum_seconds(
 ) -> float:
     "Seconds of the sum over all processes, as two phases of exchange; across nodes as a ring of nodes."
     if nodes*processes == 1: return 0.
-    near = 2*size*(processes - 1)/processes/links.gpu/1e9
-    far = 2*size*(nodes - 1)/nodes/links.net/1e9
-    return near + far + 2*links.latency*(processes - 1 + 2*(nodes - 1))
+    return two_phases(size, processes, links.gpu) + two_phases(size, nodes, links.net) + 2*links.latency*(processes - 1 + 2*(nodes - 1))
 
 # %% ../nbs/20b_nodes.ipynb #20b-nodes-011
 def nodes_table(
@@ -122,21 +121,11 @@ def main_nodes(
     argv=None,  # list of strings; None: the command line
 ) -> int:
     "torchrun -m dflash_nb.nodes: one run, and the sums of all sizes, stored."
-    p = argparse.ArgumentParser(prog="python -m dflash_nb.nodes", description="Time a run of one or several processes on random weights.")
-    p.add_argument("--geometry", default="tiny", choices=sorted(GEOMETRIES), help="width of target and drafter")
-    p.add_argument("--layers", type=int, default=6, help="decoder layers of the target")
-    p.add_argument("--anchors", type=int, default=8, help="anchors a row")
-    p.add_argument("--steps", type=int, default=20, help="optimizer steps")
-    p.add_argument("--devices", default="auto", help='auto, a device, or {"target": [...], "drafter": [...]}')
-    p.add_argument("--config", default="{}", help="other config fields, as JSON")
+    p = scale_options(argparse.ArgumentParser(prog="python -m dflash_nb.nodes", description="Time a run of one or several processes on random weights."), layers=6, anchors=8, steps=20)
     p.add_argument("--sums", default="", help="sizes of buffers to sum, in numbers, with commas")
-    p.add_argument("--out", default="", help="JSON file to write")
     a = p.parse_args(argv)
     with processes() as group:
-        devices = json.loads(a.devices) if a.devices.startswith("{") else a.devices
-        home = devices if isinstance(devices, str) else (devices["target"] or devices["drafter"])[0]
-        if home == "auto": home = "cuda:0" if torch.cuda.is_available() else "cpu"
-        target = random_target(a.geometry, a.layers, home, torch.bfloat16 if home != "cpu" else torch.float32)
+        devices, home, target = read_scale(a)
         seen = run_nodes(target, scale_config(a.steps, a.anchors, **json.loads(a.config)), devices, group)
         if group.size > 1 and a.sums: seen["sums"] = time_sums(group, home, [int(float(n)) for n in a.sums.split(",")])
         where = machine(home)

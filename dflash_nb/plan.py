@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['Rates', 'known_rates', 'card_of', 'memory_of', 'product_seconds', 'drafter_weights', 'drafter_micro_seconds',
-           'update_seconds', 'exchange_seconds', 'target_layers', 'target_micro_seconds', 'logits_bytes', 'drafter_gib',
-           'target_gib', 'RunPlan', 'divisions', 'geometry_of', 'plan', 'calibrate_rates', 'plan_text', 'plan_html',
-           'plan_table', 'plan_dict', 'read_where', 'refuse_plan']
+           'update_seconds', 'exchange_seconds', 'two_phases', 'target_layers', 'target_micro_seconds', 'logits_bytes',
+           'drafter_gib', 'target_gib', 'RunPlan', 'divisions', 'geometry_of', 'plan', 'calibrate_rates', 'plan_text',
+           'plan_html', 'plan_table', 'plan_dict', 'read_where', 'refuse_plan']
 
 # %% ../nbs/16g_plan.ipynb #16g-plan-001
 import json, math, os
@@ -87,7 +87,15 @@ def update_seconds(g: Geometry, rates: Rates) -> float:
 
 def exchange_seconds(g: Geometry, drafters: int, rates: Rates) -> float:
     "Each drafter sums its share of all gradients and fetches the others' shares: 4 bytes a weight, twice."
-    return 0. if drafters == 1 else 2*4*drafter_weights(g)*(drafters - 1)/drafters/rates.link/1e9
+    return two_phases(4*drafter_weights(g), drafters, rates.link)
+
+def two_phases(
+    size: int,    # bytes of the buffer that each holds
+    sharers: int,
+    link: float,  # GB/s, one direction
+) -> float:
+    "Seconds of a sum in shares: send the others theirs, fetch their sums."
+    return 2*size*(sharers - 1)/sharers/link/1e9
 
 # %% ../nbs/16g_plan.ipynb #16g-plan-015
 def target_layers(

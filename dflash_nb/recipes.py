@@ -8,7 +8,7 @@ __all__ = ['PEER', 'SEARCH', 'STUDY', 'RecipeStudy', 'first_turns', 'study_promp
            'comparison', 'main_recipes', 'run_recipes', 'run_parts']
 
 # %% ../nbs/21_recipes.ipynb #21-recipes-001
-import argparse, json, math, re, statistics, sys, tempfile, threading, time
+import argparse, json, math, re, statistics, sys, threading, time
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,15 +16,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from .ablate import ArmRun, SharedReader, ablate, fan_out, read_rows
-from .arms import Arm, with_delta
+from .ablate import SharedReader, ablate, read_rows, time_steps
+from .arms import with_delta
 from .checkpoint import load_drafter
 from .config import ConfigError, DataError, DflashError, TrainConfig, resolve
 from .data import Dataset, _as_batch, clean_states, load_chats, pack, valid_anchors
 from .evaluate import _steps, emitted_at, evaluate, pooled_tau, tau_interval
 from .events import ask, software_versions, write_json
 from .losses import needs_teacher
-from .pipeline import own_modes
 from .regenerate import regenerate
 from .replay import Replay
 from .results import folder_name
@@ -275,16 +274,8 @@ def step_wall(
     "Wall seconds of one optimizer step on its own."
     key = json.dumps([cfg.to_dict()[k] for k in COSTS])
     if key in w.took: return w.took[key]
-    packed, took = pack(w.train, cfg.row_len), []
-    with tempfile.TemporaryDirectory() as d, own_modes(w.target.device):
-        run = ArmRun(Arm("timed", {}, cfg, ""), cfg.seed, cfg.steps, d).open(w.target, w.target.device, 0)
-        reader = SharedReader(w.target, [cfg], lambda layers: hold(w, [cfg], layers, packed))
-        def fail(r, e): raise e
-        for i in range(steps + 2):
-            start = time.perf_counter()
-            fan_out(reader, [run], packed, i, fail)
-            took.append(time.perf_counter() - start)
-        run.close()
+    packed = pack(w.train, cfg.row_len)
+    took = time_steps(SharedReader(w.target, [cfg], lambda layers: hold(w, [cfg], layers, packed)), cfg, packed, steps)
     w.took[key] = statistics.median(took[2:]), took[0]
     return w.took[key]
 

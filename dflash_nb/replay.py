@@ -16,7 +16,7 @@ from .blocks import first_slot
 from .config import ConfigError
 from .decode import _Clock, _count, _Request, drafts_a_call
 from .drafter import View, sdpa_attention
-from .graphs import _ALONE, Captured, GraphMemory, Rehearsal, private_stream
+from .graphs import _ALONE, GraphMemory, Rehearsal, captures_on, private_stream
 
 # %% ../nbs/14g_replay.ipynb #14g-replay-007
 class FixedCache(Cache):
@@ -101,10 +101,7 @@ def recorder(
     "Records functions without arguments, on a private stream where there are streams."
     if not graphs or device.type != "cuda": yield Rehearsal; return
     with _ALONE, torch.cuda.device(device):
-        stream, pool, before = private_stream(device), GraphMemory(device), torch.cuda.current_stream()
-        stream.wait_stream(before)
-        with torch.cuda.stream(stream): yield lambda fn: Captured(fn, stream, pool)
-        before.wait_stream(stream)
+        with captures_on(private_stream(device), GraphMemory(device)) as record: yield record
 
 # %% ../nbs/14g_replay.ipynb #14g-replay-023
 class Replay:

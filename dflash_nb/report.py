@@ -8,7 +8,7 @@ import base64, html, math, time
 from collections import deque
 from pathlib import Path
 from .events import EventLog, fold, new_state, read_beat, tail_events
-from .status import Status, diagnose, event_level, event_text, run_words, status_of, step_name, sweep_words, _big, _devices, _g, _num, _secs
+from .status import Status, diagnose, event_level, event_text, run_words, status_of, step_name, sweep_words, where_words, _big, _devices, _g, _num, _secs
 
 # %% auto #0
 __all__ = ['CURVE_KEYS', 'ARM_COLORS', 'demo_run', 'demo_sweep', 'demo_row', 'RunTail', 'run_panels', 'run_page', 'advice',
@@ -437,7 +437,7 @@ def panel_alert(s: Status) -> str:
     x = s.last_exception
     if s.state == "killed": return tag("div", tag("span", "The process is gone and wrote no end", cls="bad"), esc(f": stage {s.stage}, step {s.step}. {go_on_words(s)}."), cls="alert", role="alert")
     if not x: return ""
-    where = ", ".join(f"{k} {x[k]}" for k in ("arm", "seed", "thread", "device", "step") if x.get(k) is not None)
+    where = where_words(x)
     trace = tag("details", tag("summary", "traceback"), tag("pre", esc(str(x["traceback"])[-1500:], 1600))) if x.get("traceback") else ""
     return tag("div", tag("span", esc(f"{x.get('type')}: {x.get('text')}"), cls="bad"), f" ({esc(where)})" if where else "", trace, cls="alert", role="alert")
 

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['random_target', 'chat_lengths', 'CountsCB', 'LockProbe', 'target_alone', 'drafter_alone', 'scale_config', 'run_scale',
-           'main_scale']
+           'scale_options', 'read_scale', 'main_scale']
 
 # %% ../nbs/16e_scale.ipynb #16e-scale-000
 import argparse, contextlib, json, statistics, sys, tempfile, threading, time
@@ -174,25 +174,38 @@ def _report(t, record, counts, probe, began, watch):
         held_gib={d: v["reserved"]/2**30 for d, v in (counts.late or {}).items() if d in gpus}, notes=t.notes, **({"target_alone_s": watch.target, "drafter_alone_s": watch.drafter} if watch else {}))
 
 # %% ../nbs/16e_scale.ipynb #16e-scale-004
+def scale_options(
+    p: argparse.ArgumentParser,
+    layers: int, anchors: int, steps: int,  # defaults
+) -> argparse.ArgumentParser:
+    "Add what a timed run on random weights is asked for."
+    p.add_argument("--geometry", default="tiny", choices=sorted(GEOMETRIES), help="width of target and drafter")
+    p.add_argument("--layers", type=int, default=layers, help="decoder layers of the target")
+    p.add_argument("--anchors", type=int, default=anchors, help="anchors a row")
+    p.add_argument("--steps", type=int, default=steps, help="optimizer steps")
+    p.add_argument("--devices", default="auto", help='auto, a device, or {"target": [...], "drafter": [...]}')
+    p.add_argument("--config", default="{}", help="other config fields, as JSON")
+    p.add_argument("--out", default="", help="JSON file to write")
+    return p
+
+def read_scale(
+    a,  # options of `scale_options`
+) -> tuple:  # devices as Trainer takes them, device of the target, target
+    "Make the target of a timed run where it will be read."
+    devices = json.loads(a.devices) if a.devices.startswith("{") else a.devices
+    home = devices if isinstance(devices, str) else (devices["target"] or devices["drafter"])[0]
+    if home == "auto": home = "cuda:0" if torch.cuda.is_available() else "cpu"
+    return devices, home, random_target(a.geometry, a.layers, home, torch.bfloat16 if home != "cpu" else torch.float32)
+
 def main_scale(
     argv=None,  # list of strings; None: the command line
 ) -> int:
     "python -m dflash_nb.scale: one run, printed and stored."
-    p = argparse.ArgumentParser(prog="python -m dflash_nb.scale", description="Time the threaded trainer on random weights.")
-    p.add_argument("--geometry", default="tiny", choices=sorted(GEOMETRIES), help="width of target and drafter")
-    p.add_argument("--layers", type=int, default=12, help="decoder layers of the target")
-    p.add_argument("--anchors", type=int, default=128, help="anchors a row")
-    p.add_argument("--steps", type=int, default=40, help="optimizer steps")
+    p = scale_options(argparse.ArgumentParser(prog="python -m dflash_nb.scale", description="Time the threaded trainer on random weights."), layers=12, anchors=128, steps=40)
     p.add_argument("--runner", default="auto", help="auto, eager, compiled or graph")
-    p.add_argument("--devices", default="auto", help='auto, a device, or {"target": [...], "drafter": [...]}')
-    p.add_argument("--config", default="{}", help="other config fields, as JSON")
     p.add_argument("--alone", action="store_true", help="time each side alone as well")
-    p.add_argument("--out", default="", help="JSON file to write")
     a = p.parse_args(argv)
-    devices = json.loads(a.devices) if a.devices.startswith("{") else a.devices
-    home = devices if isinstance(devices, str) else (devices["target"] or devices["drafter"])[0]
-    if home == "auto": home = "cuda:0" if torch.cuda.is_available() else "cpu"
-    target = random_target(a.geometry, a.layers, home, torch.bfloat16 if home != "cpu" else torch.float32)
+    devices, home, target = read_scale(a)
     cfg = scale_config(a.steps, a.anchors, runner=a.runner, **json.loads(a.config))
     seen = run_scale(target, cfg, devices, a.alone)
     where = machine(home)

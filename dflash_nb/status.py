@@ -10,9 +10,9 @@ from .config import DflashError
 from .events import ASKS, RunDirError, ask, latest, process_alive, read_events, read_state, tail_events, _decode, _encode, _proc_stat, _strict
 
 # %% auto #0
-__all__ = ['STATES', 'RULES', 'Status', 'status_of', 'status', 'format_status', 'status_line', 'event_text', 'event_level',
-           'event_line', 'main_status', 'what_changed', 'Table', 'runs', 'Comparison', 'compare', 'Findings',
-           'diagnose']
+__all__ = ['STATES', 'RULES', 'Status', 'status_of', 'status', 'where_words', 'format_status', 'status_line', 'event_text',
+           'event_level', 'event_line', 'main_status', 'what_changed', 'Table', 'runs', 'Comparison', 'compare',
+           'Findings', 'diagnose']
 
 # %% ../nbs/02_status.ipynb #02-status-007
 STATES = ("starting", "running", "paused", "finished", "failed", "stopped", "killed", "unknown-host")
@@ -320,14 +320,18 @@ def _count_line(s) -> str:
     if not s.sweep: parts.append("no checkpoint" if not c else f"checkpoint {c['step']}" + (f", {_secs(c['age'])} ago" if c["age"] is not None else ""))
     return " | ".join(parts)
 
+def where_words(e: dict) -> str:  # fields of an exception
+    "arm gamma=1, seed 0, thread MainThread, device cpu, step 3"
+    return ", ".join(f"{k} {e[k]}" for k in ("arm", "seed", "thread", "device", "step") if e.get(k) is not None)
+
 def format_status(s: Status) -> str:
     "Plain lines; `step=` and `tok/s` can be searched for."
     lines = [_head(s), _stage_line(s), _learning(s), _flow(s), " | ".join(_device_line(d) for d in s.devices), _process_line(s), *(sweep_lines(s.sweep) if s.sweep else ()), _count_line(s)]
     if s.lost: lines.append(f"{s.lost} EVENTS LOST: {s.lost_error}")
     if s.last_fallback: lines.append("fallback: {device} {was} -> {runs}: {reason}".format(**s.last_fallback))
     if x := s.last_exception:
-        where = [f"{k} {x[k]}" for k in ("arm", "seed", "thread", "device", "step") if x.get(k) is not None]
-        lines.append(f"last exception: {x['type']}: {x['text'][:300]}" + (f" ({', '.join(where)})" if where else ""))
+        where = where_words(x)
+        lines.append(f"last exception: {x['type']}: {x['text'][:300]}" + (f" ({where})" if where else ""))
     if s.last_warning: lines.append(f"last warning: {s.last_warning[:300]}")
     return "\n".join(line for line in lines if line)
 
@@ -350,7 +354,7 @@ _SAYS = dict(run_start=lambda e: f"attempt {e.get('attempt')} starts" + (f" from
                              + (f": {e['error']}" if e.get("error") else ""),
              eval=lambda e: (f"{e['arm']}, seed {e.get('seed')}: " if "arm" in e else f"eval at step {e.get('step')}: ") + ", ".join(f"{k} {_g(e[k])}" for k in ("loss", "sim_tau", "walk_tau", "tau") if e.get(k) is not None),
              checkpoint=lambda e: f"checkpoint {e.get('step')}" + (f", {_big(e['bytes'])}B" if _num(e.get("bytes")) else "") + (", the best so far" if e.get("best") else ""),
-             exception=lambda e: f"{e.get('type')}: {e.get('text')} ({', '.join(f'{k} {e[k]}' for k in ('arm', 'seed', 'thread', 'device', 'step') if e.get(k) is not None)})",
+             exception=lambda e: f"{e.get('type')}: {e.get('text')} ({where_words(e)})",
              fallback=lambda e: f"{e.get('device')}: {e.get('was')} -> {e.get('runs')}: {e.get('reason')}",
              graph=lambda e: f"{'compiled' if e.get('what') == 'compile' else 'graph captured'}, {e.get('device')}" + (f", {_secs(e['elapsed'])}" if _num(e.get("elapsed")) is not None else ""),
              warning=lambda e: str(e.get("text")), pause=lambda e: "paused", unpause=lambda e: "goes on", ask=lambda e: f"asked from outside: {e.get('what')}",
