@@ -108,7 +108,7 @@ if triton is not None:
         q = tl.load(q_ptr + row * Q * H * E + at[:, None] + e[None, :], mask=inside[:, None], other=0.0)
         kc_ptr, vc_ptr = kc_ptr + (row * T * K + kv) * E, vc_ptr + (row * T * K + kv) * E
         ko_ptr, vo_ptr = ko_ptr + (row * Q * K + kv) * E, vo_ptr + (row * Q * K + kv) * E
-        top, total, acc = tl.full([BM], -1e30, tl.float32), tl.zeros([BM], tl.float32), tl.zeros([BM, E], tl.float32)
+        top, total, acc = tl.full([BM], -1e20, tl.float32), tl.zeros([BM], tl.float32), tl.zeros([BM, E], tl.float32) # a floor far above masked scores: their powers are 0
         for first in tl.range(0, NB * B, BO, num_stages=1):
             j = first + tl.arange(0, BO)
             ok, place = (j < NB * B) & (pid * NB * B + j < Q), (pid * NB * B + j)[:, None] * (K * E) + e[None, :]

@@ -10,7 +10,7 @@ __all__ = ['layer_weights', 'read_layers', 'target_flops', 'decode_flops', 'batc
 import statistics
 import torch
 from .bench import GEOMETRIES, Geometry, fresh_memory, milliseconds, moved_counts, peak_memory, random_drafter, spent, step_flops
-from .config import default_layer_ids, resolve
+from .config import DflashError, default_layer_ids, resolve
 from .data import batches, pack
 from .decode import speculate
 from .graphs import device_counts
@@ -98,6 +98,7 @@ def bench_pipeline(
     target = random_target(g, None, home, _precision(device, None))
     devices = devices or dict(target=[home], drafter=[home])
     seen = run_scale(target, batch_config(g, micro_rows, steps=steps + 5, runner=runner, attention=attention), devices, alone=True, rows=2*g.rows)
+    if seen["step_s"] is None: raise DflashError(f"the timed run {seen['outcome']} after {seen['steps']} of {steps + 5} steps, {seen['refused']} of them refused; {'; '.join(seen['notes'][-2:])}")
     ms, target_ms, drafter_ms = (1e3*seen[k] for k in ("step_s", "target_alone_s", "drafter_alone_s"))
     apart = not set(seen["devices"]["target"]) & set(seen["devices"]["drafter"])
     moved = (seen["grown"] or {}).values()
