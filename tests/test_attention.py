@@ -21,7 +21,8 @@ if INTERPRETED: # its loops over tensors read sizes in a way that newer numpy re
         patch(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
     interpreter._patch_lang_tensor = patched
-SHAPES = [(1, 4, 2, 16, 16), (9, 16, 3, 64, 9), (4, 4, 2, 64, 16), (3, 16, 4, 64, 8), (2, 32, 2, 32, 2), (5, 8, 1, 128, 8), (7, 4, 3, 16, 6)]  # N, B, H/K, E, H
+SHAPES = [(1, 4, 2, 16, 16), (9, 16, 3, 64, 9), (4, 4, 2, 64, 16),
+          (3, 16, 4, 64, 8), (2, 32, 2, 32, 2), (5, 8, 1, 128, 8), (7, 4, 3, 16, 6)] # N, B, H/K, E, H
 
 
 def blocks_of(N, B, T, seed, R=2, docs=3, sort=True):
