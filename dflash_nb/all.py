@@ -46,6 +46,7 @@ from .ablate import *
 from .studies import *
 from .export import *
 from .preflight import *
+from .shard import *
 from .dist import *
 from .nodes import *
 from .ray_arms import *

@@ -38,6 +38,7 @@ def _write_drafter(
     dtype: torch.dtype | None,  # of the stored weights; None keeps the drafter's
 ):
     "Write `model.safetensors` and `config.json` into `path` and flush them."
+    if any(hasattr(v, "placements") for v in d.state_dict().values()): raise ConfigError("this drafter is in parts, one in each process: its run's checkpoints hold it whole; load_drafter(run_dir)")
     tensors = {k: v.detach().to("cpu", dtype or v.dtype).contiguous() for k, v in (d.state_dict() | getattr(d, "own", {})).items()}
     stored = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
     save_file(tensors, path/"model.safetensors", metadata={"format": "pt"})
@@ -291,7 +292,7 @@ def save_state(
     root: str | Path,                  # folder of step-N folders
     step: int,                         # optimizer steps done
     drafter: Drafter,
-    optimizer: torch.optim.Optimizer,
+    optimizer,                         # or what `optimizer_tensors` gives
     state: dict,                       # JSON values: config, data fingerprint, counters, versions
     keep: int = 2,                     # newest states to keep, besides the best one
     best: float | None = None,         # tau of this step when it is the best so far
@@ -317,13 +318,13 @@ def _fill(
     part: Path,  # temporary folder
     step: int,
     drafter: Drafter,
-    optimizer: torch.optim.Optimizer,
+    optimizer,
     state: dict,
 ):
     "Write every file of a state into `part`, `state.json` with the sizes last."
     part.mkdir()
     _write_drafter(drafter, part, None)
-    save_file(optimizer_tensors(drafter, optimizer), part/"optimizer.safetensors")
+    save_file(optimizer if isinstance(optimizer, dict) else optimizer_tensors(drafter, optimizer), part/"optimizer.safetensors")
     _sync(part/"optimizer.safetensors")
     sizes = {p.name: p.stat().st_size for p in sorted(part.iterdir())}
     (part/"state.json").write_text(_json(state | {"step": step, "files": sizes}))
@@ -344,11 +345,16 @@ class Saved:
         optimizer: torch.optim.Optimizer,
     ):
         "Put masters and moments back, both float32; raises CheckpointError where sizes or types differ."
-        _load_weights(drafter, self.path/"model.safetensors", dtype=torch.float32)
+        self.weights(drafter)
+        restore_optimizer(drafter, optimizer, self.moments(), where=str(self.path/"optimizer.safetensors"))
+
+    def weights(self, drafter): _load_weights(drafter, self.path/"model.safetensors", dtype=torch.float32)
+
+    def moments(self) -> dict:
+        "Tensors of `optimizer_tensors`; raises CheckpointError for a damaged file."
         file = self.path/"optimizer.safetensors"
-        try: tensors = load_file(file)
+        try: return load_file(file)
         except Exception as e: raise CheckpointError(f"{file}: damaged ({e})") from None
-        restore_optimizer(drafter, optimizer, tensors, where=str(file))
 
 # %% ../nbs/13_checkpoint.ipynb #13-checkpoint-037
 def load_state(

@@ -137,6 +137,7 @@ def train_parser() -> argparse.ArgumentParser:
     p.add_argument("--resume", metavar="RUN_DIR", help="continue this run from its newest complete checkpoint; config options given beside it are changes")
     p.add_argument("--device", default="auto", help="cpu, cuda, cuda:1, ... (default: auto, the first GPU or the CPU)")
     p.add_argument("--devices", metavar="JSON", help='threads by side, one name each: {"target": ["cuda:0"], "drafter": ["cuda:1", "cuda:2"]} (default: one of each on --device)')
+    p.add_argument("--shard", action="store_true", help="with torchrun: each process holds a part of the drafter, its gradients and moments (FSDP2), for drafters that do not fit one GPU; same files, steps run eagerly, no preflight (default: each holds all)")
     p.add_argument("--config", metavar="FILE", help="TrainConfig as .yaml or .json; options given beside it win")
     p.add_argument("--demo", action="store_true", help="settings for the nano target that show a result in minutes on two cores: " + ", ".join(f"{k} {v}" for k, v in DEMO.items()))
     p.add_argument("--preflight", choices=("auto", "yes", "warn", "no"), default="auto", help="half a minute of overfitting, exporting, loading and decoding before the run: auto for new runs over ten minutes, warn goes on after a failure (default: auto)")
@@ -273,7 +274,8 @@ def expected_seconds(
 def _preflight(args, trainer):
     "Run the check that the options ask for; PreflightError refuses the run."
     asked = dict(auto=None, yes=True, warn=True, no=False)[args.preflight]
-    if asked is None and (args.resume or args.demo): return
+    if asked and args.shard: raise ConfigError(f"--preflight {args.preflight} beside --shard: it trains a whole drafter in one process; leave one of them out")
+    if asked is None and (args.resume or args.demo or args.shard): return
     from dflash_nb.preflight import preflight, wants_preflight
     if not wants_preflight(None if asked else expected_seconds(trainer) if asked is None else 0, asked): return
     with stage("preflight: overfit, export, load, decode"):
@@ -283,13 +285,14 @@ def _preflight(args, trainer):
 def _several() -> bool: return int(os.environ.get("WORLD_SIZE", 1)) > 1
 
 @contextmanager
-def _started_together():
-    "The processes of one `torchrun`, or None for a process alone; only the first one prints."
+def _started_together(shard=False):
+    "The processes of one `torchrun`, or None for a process alone; only the first one prints. Raises ConfigError where a process alone is to share."
+    if shard and "WORLD_SIZE" not in os.environ: raise ConfigError("--shard with one process: there is nobody to share with; start several with torchrun --nproc-per-node N -m dflash_nb.cli, or leave it out")
     if not _several(): yield None; return
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a connection that breaks is reported once, by name
     with open(os.devnull, "w") as nobody, redirect_stdout(nobody) if os.environ.get("RANK", "0") != "0" else nullcontext():
         with stage("importing torch and meeting the other processes"): from dflash_nb.dist import processes
-        with processes() as group: yield group
+        with processes(shard=shard) as group: yield group
 
 def _told(group, value): return group.share(value) if group else value
 
@@ -309,6 +312,7 @@ def _main():
 
 def _planned(args) -> int:
     "Answer --plan."
+    if args.shard: raise ConfigError("--plan beside --shard: a plan is for a process that holds the whole drafter; leave --shard out, and divide its weights by the processes")
     if args.resume: raise ConfigError("--plan beside --resume: a plan is for a new run; give --target and the options instead")
     cfg = _train_config(args)
     with stage("importing torch and transformers"):
@@ -333,7 +337,7 @@ def dflash_train(
         return f"continue with: dflash_train --resume {shlex.quote(str(run))}" if run and (Path(run)/"run.json").exists() else ""
     def body():
         if args.plan is not None: return _planned(args)
-        with _started_together() as group: return train(group)
+        with _started_together(args.shard) as group: return train(group)
     def train(group):
         nonlocal trainer
         if group: _goes_on(args, group)

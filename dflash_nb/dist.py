@@ -17,6 +17,8 @@ from .config import ConfigError, DflashError
 from .graphs import tensors, tree_map
 from .losses import combine
 from .pipeline import OneProcess
+from .shard import ShardedSide, gather_flat
+from .sides import DrafterSide
 from .threads import Pool
 
 # %% ../nbs/20_dist.ipynb #20-dist-011
@@ -121,8 +123,6 @@ def _leave_peers(
 Peers._run, Peers.find, Peers.leave = _watch_peers, _find_lost, _leave_peers
 
 # %% ../nbs/20_dist.ipynb #20-dist-016
-_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
 def _all_reduce(out, value, **how): return dist.all_reduce(out, **how)
 
 class Bucket:
@@ -142,7 +142,7 @@ class Bucket:
         run(dist.all_to_all_single, self.got, self.out)
         total = self.got[:share]
         for r in range(1, size): total += self.got[r*share:(r + 1)*share]
-        run(_gather_flat, self.out, total)
+        run(gather_flat, self.out, total)
         self.part.copy_(self.out[:n])
 
 class GradientSum:
@@ -216,7 +216,9 @@ class Processes(OneProcess):
         grace: float = 120.,          # seconds to end in once a process is lost, a checkpoint included
         bucket: int = 1 << 23,        # numbers of gradient summed at a time
         ordered: bool | None = None,  # add in the order of the ranks? None: yes, but between nodes with GPUs, where each number would cross the network once for every process
+        shard: bool = False,          # does each process hold a part of the drafter, its gradients and moments? Else each holds all
     ):
+        self.shard = shard
         self.rank, self.size, self.bucket, self._n, self._sums, self._leaving = rank, size, bucket, 0, {}, ""
         self.store, self.peers = store.clone(), Peers(dist.PrefixStore("peers", store), rank, size, patience, beat, grace)
         self.name = said(self.peers.now)
@@ -225,6 +227,7 @@ class Processes(OneProcess):
         dist.init_process_group(backend, store=dist.PrefixStore("torch", store), rank=rank, world_size=size, timeout=timedelta(days=7))
         if "nccl" in backend: self.peers.on_lost = _abort
         self.ordered = ("nccl" not in backend or int(os.environ.get("LOCAL_WORLD_SIZE", size)) == size) if ordered is None else ordered
+        self.same(shard=shard)
 
     def folder(self, run_dir): return Path(run_dir)/"ranks"/f"rank-{self.rank}" if self.rank else Path(run_dir)
 
@@ -276,7 +279,7 @@ def _rows(group, numbers, device="cpu"):
     "A vector of each process as one matrix [process, number]."
     value = torch.as_tensor(numbers, dtype=torch.float64, device=device)
     out = value.new_empty(group.size*len(value))
-    group.run(_gather_flat, out, value)
+    group.run(gather_flat, out, value)
     return out.view(group.size, -1)
 
 def _gather(group, outs, device):
@@ -306,7 +309,7 @@ def _mean(group, value, count):
 @contextmanager
 def _summing(group, side, last):
     "Around a micro-batch: in the last one sums begin with the backward."
-    if last: group.sums(side).arm()
+    if last and not group.shard: group.sums(side).arm()
     yield
 
 def _sums(group, side):
@@ -337,7 +340,12 @@ def _close(group):
     if not group._leaving and not group.peers.lost: dist.destroy_process_group()
 
 Processes.same, Processes.gather, Processes.agree, Processes.mean, Processes.summing, Processes.sums = _same, _gather, _agree, _mean, _summing, _sums
-Processes.sum, Processes.share = lambda group, side: group.sums(side).finish(), lambda group, value: _exchange(group, value)[0]
+def _finish_sums(group, side):
+    if not group.shard: group.sums(side).finish()
+
+def _side(group, *args, **kw): return ShardedSide(*args, **kw, group=group) if group.shard else DrafterSide(*args, **kw)
+
+Processes.sum, Processes.share, Processes.each, Processes.side = _finish_sums, lambda group, value: _exchange(group, value)[0], _exchange, _side
 Processes.tell, Processes.table, Processes.fail, Processes.forget, Processes.close = lambda group, **now: group.peers.now.update(now), _table, _fail, _forget, _close
 
 # %% ../nbs/20_dist.ipynb #20-dist-024
@@ -374,10 +382,12 @@ def meeting_point(
 
 @contextmanager
 def processes(
-    **knobs,  # of `Processes`: patience, join, beat, grace, bucket, ordered
+    **knobs,  # of `Processes`: patience, join, beat, grace, bucket, ordered, shard
 ):
     "The processes that this one was started with; an error inside is told to all of them."
-    if int(os.environ.get("WORLD_SIZE", 1)) == 1: yield OneProcess(); return
+    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+        if knobs.get("shard") and "WORLD_SIZE" not in os.environ: raise ConfigError("shard=True with one process: there is nobody to share with; start several with torchrun, or leave it out")
+        yield OneProcess(); return
     claim_gpus()
     group = Processes(*meeting_point(os.environ, knobs.get("join", 300.)), **knobs)
     try: yield group

@@ -142,7 +142,9 @@ class Layer(nn.Module):
         self.input_layernorm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
 
-    def forward(self, h_RQD, context, view):
+    def forward(self, h_RQD, context, view, rope=None):
+        "`context`: its keys and values, or itself where its `rope` is given, as all that needs the weights is then in one call."
+        if rope is not None: context = self.self_attn.keys(context, rope)
         h_RQD = h_RQD + self.self_attn(self.input_layernorm(h_RQD), context, view)
         return h_RQD + self.mlp(self.post_attention_layernorm(h_RQD))
 
@@ -473,7 +475,7 @@ def _fast_layers(drafter, h_RNBD, ctx_RTD, rope, view, masked):
 
 def _plain_layers(drafter, h_RNBD, ctx_RTD, rope, view, masked):
     h_RQD = h_RNBD.flatten(1, 2)
-    for layer in drafter.layers: h_RQD = layer(h_RQD, layer.self_attn.keys(ctx_RTD, rope), view)
+    for layer in drafter.layers: h_RQD = layer(h_RQD, ctx_RTD, view, rope)
     return drafter.norm(h_RQD)
 
 # %% ../nbs/07_drafter.ipynb #07-drafter-060

@@ -185,11 +185,13 @@ def clip_gradients(
     drafter:torch.nn.Module, # gradients are scaled in place
     max_norm:float|None, # largest norm allowed, none: no clipping
     denominator:torch.Tensor=None, # what the summed gradients are divided by; none: nothing. Zero gives zero gradients
+    total=None, # where these gradients are a part: (norm of the part) -> norm of all
 )->torch.Tensor: # 0-dim float32: norm after the division and before the clipping
     "Divide, then clip to `max_norm` (arXiv 1211.5063); a norm that is not finite is returned and clips nothing."
     grads = [p.grad for p in drafter.parameters() if p.grad is not None]
     if not grads: return torch.zeros(())
     norm = torch.nn.utils.get_total_norm(grads, foreach=True)
+    if total is not None: norm = total(norm)
     scale = torch.ones_like(norm)
     if denominator is not None:
         d = denominator.to(norm)

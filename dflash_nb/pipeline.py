@@ -238,10 +238,11 @@ def update_and_read(side: DrafterSide, outs, step, sides, read):
 # %% ../nbs/14c_pipeline.ipynb #14c-pipeline-035
 class OneProcess:
     "The processes that train one drafter together: here a single one, so every answer is the caller's own."
-    rank, size, name = 0, 1, "this process"
+    rank, size, name, shard = 0, 1, "this process", False  # shard: does each process hold a part of the drafter?
     def folder(self, run_dir): return run_dir        # where this process writes
     def same(self, **facts): "Raise where another process says something else."
     def share(self, value): return value             # what the first process says
+    def side(self, *args, **kw): return DrafterSide(*args, **kw)
     @contextmanager
     def summing(self, side, last): yield             # around a micro-batch; sums may begin while the last one's backward runs
     def sum(self, side): "The gradient sums of all processes, in this drafter's buffer."
@@ -260,10 +261,11 @@ def deal(
     drafters: int,  # of each process
     rank: int = 0,  # of this process
     size: int = 1,  # processes
+    even: bool = False,  # as many to every process?
 ) -> list:          # numbers of its micro-batches; None is one without blocks
     "Micro-batch m goes to drafter m % (drafters of all processes); a drafter that would get none gets an empty one."
     mine = [m for m in range(micros) if m % (size*drafters)//drafters == rank]
-    return mine + [None]*(drafters - len(mine))
+    return mine + [None]*(max(drafters, -(-micros//size)*even) - len(mine))
 
 # %% ../nbs/14c_pipeline.ipynb #14c-pipeline-039
 class _Pipeline:
@@ -271,7 +273,7 @@ class _Pipeline:
     def __init__(self, readers, sides, packed, cfg, dog=None, group=None):
         self.readers, self.sides, self.packed, self.cfg, self.group = readers, sides, packed, cfg, group or OneProcess()
         self.micros = cfg.token_budget//cfg.row_len//cfg.micro_rows
-        self.shard = deal(self.micros, len(sides), self.group.rank, self.group.size)
+        self.shard = deal(self.micros, len(sides), self.group.rank, self.group.size, self.group.shard)
         self.guard, self.dog = StateGuard(), dog or Watchdog(None, print)
         self.batch_of, self.cores = functools.lru_cache(maxsize=4)(functools.partial(batch_at, packed, cfg)), torch.get_num_threads()
 

@@ -19,7 +19,7 @@ from .float8 import Float8Head
 from .graphs import make_runner, tree_map
 from .losses import block_loss, needs_teacher, teacher_states
 from .noise import NoiseProbe, add_noise, check_noise, step_seed, strength_at
-from .optim import clip_gradients, guarded_step, lr_at, make_optimizer
+from .optim import clip_gradients, guarded_step, lr_at, make_optimizer, nonfinite_gradients
 
 # %% ../nbs/14b_sides.ipynb #14b-sides-008
 @dataclass
@@ -149,7 +149,7 @@ def apply_update(
     out,   # LossOut: sums of the whole step
 ) -> tuple:
     "(gradient norm before clipping, 1 where the step was refused): divide by the denominator, clip, AdamW; all on the device."
-    norm = clip_gradients(side.drafter, side.cfg.clip, out.denominator)
+    norm = clip_gradients(side.held, side.cfg.clip, out.denominator, side.total)
     refused = guarded_step(side.optimizer, torch.where(out.loss.isfinite() & (out.denominator > 0), norm, torch.nan))
     return norm, refused
 
@@ -199,7 +199,7 @@ class DrafterSide:
         on_fallback=None,  # called with (runner that failed, runner that runs, reason)
     ):
         self.drafter, self.io, self.cfg, self.index, self._on_fallback = drafter, Float8Head(io) if cfg.head8 else io, cfg, index, on_fallback
-        self.device = next(drafter.parameters()).device
+        self.held, self.total, self.device = drafter, None, next(drafter.parameters()).device  # what the optimizer sees; from the norm of that to the norm of all
         capture = cfg.runner in ("auto", "graph") and self.device.type == "cuda"
         self.optimizer = optimizer or make_optimizer(drafter, cfg, capturable=capture)
         self.probe = NoiseProbe(cfg.noise, cfg.steps, self.device) if cfg.noise.strength else None
@@ -236,6 +236,11 @@ class DrafterSide:
         "Let a stream wait for what was launched before the last `mark`."
         if self._at is not None: stream.wait_event(self._at)
 
+    def whole(self): return self.drafter  # all of its weights
+    def state(self): return self.drafter, self.optimizer  # for a checkpoint
+    def restore(self, saved): saved.restore(self.drafter, self.optimizer)
+    def nonfinite(self): return nonfinite_gradients(self.drafter)
+
     def free(self):
         "Drop the runner, its graphs and the gradients."
         if self.runner is not None: self.runner.close()
@@ -247,7 +252,7 @@ def prepare_runner(
     side: DrafterSide,
 ):
     "Make the gradients and the runner that the config asks for; `warm_up` then readies it."
-    side.flat = static_gradients(side.drafter)
-    side.runner = make_runner(side.cfg.runner, functools.partial(add_gradients, side), functools.partial(apply_update, side), side.drafter.parameters(),
+    side.flat = static_gradients(side.held)
+    side.runner = make_runner(side.cfg.runner, functools.partial(add_gradients, side), functools.partial(apply_update, side), side.held.parameters(),
                               optimizer=side.optimizer, device=side.device, compile_parts=side.drafter.compile_parts, on_fallback=side._on_fallback)
     return side.runner

@@ -25,9 +25,8 @@ from .drafter import Drafter, copy_target_layers, own_head
 from .evaluate import sim_tau
 from .events import EventLog, holds_run, latest, new_run_dir, read_events, software_versions, write_json
 from .gpus import gpu_memory, wait_for_gpus
-from .optim import nonfinite_gradients
 from .pipeline import Alone, OneProcess, Threads, differing, float32_default, own_modes, place, replicate_drafter, replicate_target
-from .sides import DrafterSide, FeatureCache, TargetSide
+from .sides import FeatureCache, TargetSide
 from .target import Target, choose_mask_token, load_target, used_ids
 from .threads import Flag, Stopped, Watchdog, Worker, WorkerError, drop_frames
 from .widget import WidgetCB
@@ -134,13 +133,15 @@ class _Parts:
         self.drafter = copy_drafter(drafter, target, cfg.attention) if drafter else Drafter(target.drafter_config(cfg), attention=cfg.attention, seed=cfg.seed)
         self.started_from = dict(source=self.drafter.source, hash=drafter_hash(drafter), owns=sorted(drafter.own)) if drafter else None
         self.num_params, self.data_id = sum(p.numel() for p in self.drafter.parameters()), ds.fingerprint()
-        wait_for_gpus(self.placement.drafter, self.num_params*16/2**30)  # weights, gradients, two moments
-        self.drafter.to(self.device)
+        wait_for_gpus(self.placement.drafter, self.num_params*16/2**30/(self.group.size if self.group.shard else 1))  # weights, gradients, two moments
+        if not self.group.shard: self.drafter.to(self.device)
         self.copied = copy_target_layers(self.drafter, target) if cfg.init == "target" else None
+        self._born = drafter_hash(self.drafter) if self.group.shard else ""
         self.line = build_pipeline(self)
         self.optimizer = self.line.lead.optimizer
         faces = [WidgetCB()] if self.group.rank == 0 else []  # one screen for all processes
         self.callbacks = in_order([HistoryCB(), EvalCB(), CheckpointCB(), EventsCB(), *faces, *([StartCB()] if drafter else [])], callbacks)
+        self._reads_gradients()
         self.step, self.last, self.extra, self.best, self.skipped, self.skips_in_a_row = 0, {}, {}, None, 0, 0
         self.stage, self.log, self.record, self.notes, self.resumed, self.saved, self.dog = "start", None, None, [], False, None, None
         self._stop, self._paused, self._want, self._ready = (Flag() for _ in range(4))
@@ -148,6 +149,12 @@ class _Parts:
         self._from, self._said_beat = (time.perf_counter(), 0), False
         self._whole = True  # are weights, counters and rows those of `step`? Not in the middle of a step
         self._gauged, self.ran = 0., {}
+
+    def _reads_gradients(self):
+        "Callbacks that look at gradients; raises ConfigError where no process holds them all."
+        found = [type(cb).__name__ for cb in self.callbacks if type(cb).before_update is not Callback.before_update or "before_update" in vars(cb)]
+        if found and self.group.shard: raise ConfigError(f"shard=True beside callback {found[0]}: before_update reads gradients, of which each process holds a part; leave the callback out, or train without shard")
+        return found
 
     def run_callbacks(self, event):
         self.beat(f"callbacks {event}")
@@ -205,7 +212,7 @@ def build_pipeline(
     kept = {n: FeatureCache(x, cfg) for n, x in targets.items()}
     readers = [TargetSide(targets[n], cfg, kept[n]) for n in names]
     drafters = [t.drafter, *(replicate_drafter(t.drafter, n) for n in places.drafter[1:])]
-    sides = [DrafterSide(d, own_head(t.target, d).io(n), cfg, index=i, on_fallback=lambda *a, n=n: note_fallback(t, n, *a)) for i, (d, n) in enumerate(zip(drafters, places.drafter))]
+    sides = [t.group.side(d, own_head(t.target, d).io(n), cfg, index=i, on_fallback=lambda *a, n=n: note_fallback(t, n, *a)) for i, (d, n) in enumerate(zip(drafters, places.drafter))]
     return (Threads if places.threads else Alone)(readers, sides, t.packed, cfg, group=t.group)
 
 def note_runners(t):
@@ -229,7 +236,7 @@ class _Steps(_Parts):
         start, self.extra = time.perf_counter(), {}
         self.beat(f"step {self.step + 1}")
         self.line.gradients(self.step)
-        if any(type(cb).before_update is not Callback.before_update or "before_update" in vars(cb) for cb in self.callbacks):
+        if self._reads_gradients():
             with self.line.open_gradients(): self.run_callbacks("before_update")
         row = dict(step=self.step + 1) | self.line.update(self.step)
         self.group.check()
@@ -256,15 +263,15 @@ class _Steps(_Parts):
         return dict(why=why)
 
     def _same_weights(self, step):
-        "Before a checkpoint that all agree on: every process must hold the same bits."
-        if self.group.size > 1: self.group.same(weights=f"step {step}, {drafter_hash(self.drafter)}")
+        "Before a checkpoint that all agree on: processes that hold whole drafters must hold the same bits."
+        if self.group.size > 1: self.group.same(weights=f"step {step}, {'in parts' if self.group.shard else drafter_hash(self.drafter)}")
 
     def _count(self, row):
         "Count refused steps and name what was refused."
         self.skips_in_a_row = self.skips_in_a_row + 1 if row["skipped"] else 0
         if not row["skipped"]: return
         self.skipped += 1
-        bad, rows = nonfinite_gradients(self.drafter), self.line.rows(self.step)
+        bad, rows = self.line.lead.nonfinite(), self.line.rows(self.step)
         text = (f"step {row['step']} refused: loss {row['loss']:.4g}, gradient norm {row['grad_norm']:.4g}, lr {row['lr']:.3g}, rows {rows}, "
                 f"non-finite gradient in {', '.join(bad[:3]) or 'no parameter'}{f' and {len(bad) - 3} more' if len(bad) > 3 else ''}{'; ' + row['why'] if row['why'] else ''}")
         self.notes.append(text)
@@ -276,10 +283,10 @@ class _Run(_Steps):
     "The run around the steps: directory, requests at step edges, checkpoints."
     def _open(self):
         "Make or reopen the run directory and start an attempt in the event log."
-        self.group.same(config=self.cfg.hash(), data=self.data_id, target=self.target.name, step=self.step, drafters=len(self.line.sides), weights=drafter_hash(self.drafter) if self.group.size > 1 else "")
+        self.group.same(config=self.cfg.hash(), data=self.data_id, target=self.target.name, step=self.step, drafters=len(self.line.sides), weights=self._born or (drafter_hash(self.drafter) if self.group.size > 1 else ""))
         if not self.resumed and self.group.rank == 0: store_run(self)
         self.resumed = True
-        more = dict(processes=self.group.size, rank=self.group.rank) if self.group.size > 1 else {}
+        more = dict(processes=self.group.size, rank=self.group.rank, shard=self.group.shard) if self.group.size > 1 else {}
         self.log = EventLog(self.run_dir, config=self.cfg, steps=self.cfg.steps, step=self.step, target=self.target.name, devices=self.placement.to_dict(), **more)
         for text in self.notes: self.log.warning(text)
         if self.started_from and self.saved is None: self.checkpoint()
@@ -465,19 +472,22 @@ def save_checkpoint(
     t,  # Trainer
 ) -> Path | None:
     "Save the run at this step edge; None when another thread asked, then the training thread saves at the next edge."
-    if t.group.rank: return None  # the first process writes for all
+    if t.group.rank and not t.group.shard: return None  # the first process writes for all
     if not t.resumed: raise ConfigError("nothing to checkpoint before fit; save_drafter(trainer.drafter, path) stores the drafter alone")
     if t._thread not in (None, threading.get_ident()): t._want.set(); return None
     if t._thread is None and not t._whole: raise ConfigError(f"run_dir {str(t.run_dir)!r}: the run was left in the middle of a step, whose weights belong to no checkpoint; fit() goes on from the last one")
-    root, best = t.run_dir/"checkpoints", t.best["sim_tau"] if t.best and t.best["step"] == t.step else None
+    root, best = t.home/"checkpoints", t.best["sim_tau"] if t.best and t.best["step"] == t.step else None
     if t.saved and t.saved.name.endswith(f"-{t.step:08d}"):
-        if best is not None: mark_best(root, t.step, best)
+        if best is not None and not t.group.rank: mark_best(root, t.step, best)
         return t.saved
     if t.log: t.log.check()  # a step on disk is a step in the log
     start = time.perf_counter()
     for i in differing(t.line.sides): raise TrainError(f"replica {i} on {t.line.sides[i].device} no longer equals the first one: its device computes other bits; use one kind of GPU, or one drafter")
     state = dict(config=t.cfg.to_dict(), config_hash=t.cfg.hash(), data=t.data_id, target=t.target.name, batches=t.step, skipped=t.skipped, best=t.best, versions=software_versions(), processes=t.group.size)
-    with t.in_stage("checkpoint"): t.saved = save_state(root, t.step, t.drafter, t.optimizer, state, best=best)
+    with t.in_stage("checkpoint"):
+        drafter, optimizer = t.line.lead.state()  # where it is in parts, all processes bring theirs
+        if t.group.rank: t.saved = root/f"step-{t.step:08d}"; return None
+        t.saved = save_state(root, t.step, drafter, optimizer, state, best=best)
     if t.log:
         size = sum(p.stat().st_size for p in t.saved.iterdir())
         t.log.checkpoint(t.step, t.saved.relative_to(t.run_dir), elapsed=time.perf_counter() - start, bytes=size, best=best is not None)
@@ -490,7 +500,7 @@ def validate(
     "sim_tau on the fixed validation anchors; noted in `last`, the events and, if it is the best so far, in `best`."
     mine = t.val[t.group.rank::t.group.size]
     with t.in_stage("eval"), t.line.lead.autocast():
-        tau = sim_tau(t.drafter, t.target, _alive(t, mine))
+        tau = sim_tau(t.line.lead.whole(), t.target, _alive(t, mine))
         tau = t.group.mean(tau, sum(int(b.keep_RN.sum()) for b in mine))
     t.last["sim_tau"] = tau
     if tau == tau and (t.best is None or tau > t.best["sim_tau"]): t.best = dict(step=t.step, sim_tau=tau)
@@ -524,7 +534,7 @@ def describe(
     asked = cfg | {"target_layer_ids": None} if cfg.target_layer_ids == default_layer_ids(target.num_layers) else cfg
     differs = asked.deviations()
     lines = [f"target {target.name or 'unnamed'} ({target.num_layers} layers, hidden {target.hidden_size}, {str(target.dtype).removeprefix('torch.')}) ; "
-             f"drafter {cfg.num_draft_layers} layers, {t.num_params/1e6:.2f} M parameters, {cfg.attention} attention, {cfg.dtype}; {t.placement}" + (f"; {t.group.size} processes, each with {len(t.line.shard)} of {t.line.micros} micro-batches a step" if t.group.size > 1 else ""),
+             f"drafter {cfg.num_draft_layers} layers, {t.num_params/1e6:.2f} M parameters, {cfg.attention} attention, {cfg.dtype}; {t.placement}" + (f"; {t.group.size} processes, each with {len(t.line.shard)} of {t.line.micros} micro-batches a step{' and a part of the drafter' if t.group.shard else ''}" if t.group.size > 1 else ""),
              f"reads target layers {list(cfg.target_layer_ids)}; mask token {cfg.mask_token_id} {mask!r} ({t.mask_from}); block {cfg.block_size} {cfg.layout}; loss {cfg.loss}, {weight}"
              + (f"; starts from copies of the target's layers {t.copied}" if t.copied else "") + _start_text(t.started_from),
              f"data {len(t.packed.docs):,} documents in {len(t.packed):,} rows of {cfg.row_len} ({t.packed.utilisation:.0%} full); a step: {rows} rows x {cfg.num_anchors} anchors; "
@@ -608,7 +618,7 @@ def rewind(
 
 def _restore(t, saved):
     "Put a trainer at the step of a checkpoint."
-    saved.restore(t.drafter, t.optimizer)
+    t.line.lead.restore(saved)
     t.step, t.best, t.skipped, t.saved = saved.step, saved.state["best"], saved.state["skipped"], saved.path
     drop = {"t", "kind", "attempt", "v"}
     rows = [{k: v for k, v in e.items() if k not in drop} for e in latest(read_events(t.home)) if e["step"] <= saved.step]

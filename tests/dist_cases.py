@@ -76,6 +76,37 @@ def act_at(run_dir, step, rank, what):
     return Act()
 
 
+def note_bytes(run_dir, to):
+    "Writes the bytes of training state that this process holds after each step."
+    from dflash_nb.callbacks import Callback
+    from dflash_nb.shard import held_bytes
+
+    class Note(Callback):
+        def after_step(self, t):
+            Path(f"{to}-{t.group.rank}.json").write_text(json.dumps(held_bytes(t.line.lead) | dict(parameters=t.num_params)))
+    return Note()
+
+
+def use_parts(run_dir, to):
+    "After the run, what saving and running the drafter of one process say."
+    import torch
+
+    from dflash_nb.callbacks import Callback
+    from dflash_nb.checkpoint import save_drafter
+    from dflash_nb.config import ConfigError
+
+    class Use(Callback):
+        def after_fit(self, t):
+            words = []
+            for use in (lambda: save_drafter(t.drafter, f"{to}-{t.group.rank}"), lambda: t.drafter.context(torch.zeros(1, 2, t.drafter.fc.in_features))):
+                try:
+                    use()
+                except ConfigError as e:
+                    words.append(str(e))
+            Path(f"{to}-{t.group.rank}.txt").write_text("\n".join(words))
+    return Use()
+
+
 def slow(run_dir, seconds):
     from dflash_nb.callbacks import Callback
 

@@ -1,4 +1,5 @@
 "Several processes: the gradients of one, no wait without an end, one run directory, exact resume."
+import filecmp
 import json
 import os
 import random
@@ -17,10 +18,11 @@ from dist_cases import Group, free_port
 from safetensors.torch import load_file
 
 from dflash_nb.checkpoint import load_state, scan_states
-from dflash_nb.config import ConfigError
-from dflash_nb.dist import Peers, claim_gpus, own_gpus
+from dflash_nb.config import ConfigError, TrainConfig
+from dflash_nb.dist import Peers, claim_gpus, own_gpus, processes
 from dflash_nb.events import EventLog, latest, read_events
 from dflash_nb.pipeline import OneProcess, deal
+from dflash_nb.shard import check_sharded, own_rows
 from dflash_nb.status import diagnose, status
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -234,6 +236,119 @@ def test_torchrun_trains_stops_restarts_and_goes_on(tmp_path):
     assert last["outcome"] == "finished" and last["step"] == at + 2 and out.count("dflash_train: continuing") == 1
 
 
+SHARD = dict(knobs=dict(shard=True))
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory):
+    "The same six steps with a part of the drafter in each process: run, what each told, bytes that each held."
+    root = tmp_path_factory.mktemp("parts")
+    told = Group(root / "s", 2, root / "run", callbacks=dict(note_bytes=dict(to=str(root / "b")), use_parts=dict(to=str(root / "u"))), **SHARD).ends()
+    assert {e["outcome"] for e in told} == {"finished"}, told
+    return root / "run", told, [json.loads((root / f"b-{r}.json").read_text()) for r in range(2)], (root / "u-0.txt").read_text()
+
+
+def near(a, b, step=None):
+    "Weights and moments of two runs agree as far as rounding lets them."
+    for x, y in zip(weights(a, step)[1:], weights(b, step)[1:], strict=True):
+        assert x.keys() == y.keys()
+        for k in x:
+            torch.testing.assert_close(x[k], y[k], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_a_drafter_in_parts_is_that_of_whole_ones(parts, whole):
+    "Half the bytes in each of two processes; losses, weights and files of a run that holds all in both."
+    run, told, held, _ = parts
+    assert told[0]["losses"] == told[1]["losses"]
+    np.testing.assert_allclose(told[0]["losses"], whole[1], rtol=1e-6)
+    for kind, each in (("weights", 4), ("gradients", 4), ("moments", 8)):
+        assert [h[kind] for h in held] == [each * held[0]["parameters"] // 2] * 2
+    check_whole(run)
+    near(run, whole[0])
+    a, b = (load_state(x / "checkpoints").path for x in (run, whole[0]))
+    assert {p.name: p.stat().st_size for p in a.iterdir()} == {p.name: p.stat().st_size for p in b.iterdir()}
+    assert all(filecmp.cmp(a / f, b / f, shallow=False) for f in ("config.json", "state.json"))
+
+
+@pytest.mark.slow
+def test_a_drafter_in_parts_says_where_the_whole_one_is(parts):
+    first, second = parts[3].splitlines()
+    assert "in parts" in first and "in parts" in second and "load_drafter(run_dir)" in first and "load_drafter(run_dir)" in second
+
+
+@pytest.mark.slow
+def test_sums_of_parts_have_the_bits_of_whole_ones(tmp_path):
+    "One layer, one micro-batch a process and no clipping: no sum has another order."
+    case = dict(delta=dict(token_budget=128, clip=None, steps=3))
+    Group(tmp_path / "w", 2, tmp_path / "whole", **case).ends()
+    Group(tmp_path / "s", 2, tmp_path / "parts", **case, **SHARD).ends()
+    a, b = (load_state(tmp_path / x / "checkpoints").path for x in ("whole", "parts"))
+    assert filecmp.cmp(a / "model.safetensors", b / "model.safetensors", shallow=False)
+
+
+@pytest.mark.slow
+def test_parts_with_threads_noise_and_an_uneven_step(tmp_path):
+    "Three micro-batches for two processes: one gets an empty one, so that all meet as often."
+    case = dict(devices=dict(target=["cpu"], drafter=["cpu"]), delta=dict(token_budget=192, noise=.1, loss={"ce": .5, "fkl": .5}))
+    Group(tmp_path / "w", 2, tmp_path / "whole", **case).ends()
+    told = Group(tmp_path / "s", 2, tmp_path / "parts", **case, **SHARD).ends()
+    assert {e["outcome"] for e in told} == {"finished"}, told
+    near(tmp_path / "parts", tmp_path / "whole")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first, then", [((2, True), (1, False)), ((1, False), (3, True)), ((2, True), (2, True))])
+def test_parts_and_whole_ones_go_on_from_each_other(tmp_path, whole, parts, first, then):
+    stop = dict(act_at=dict(step=3, rank=0, what="stop"))
+    for i, ((n, shard), more) in enumerate(((first, dict(callbacks=stop)), (then, dict(resume={})))):
+        told = Group(tmp_path / str(i), n, tmp_path / "run", knobs=dict(shard=shard) if n > 1 else {}, **more).ends()
+        assert {e["outcome"] for e in told} == {("stopped", "finished")[i]}, told
+    check_whole(tmp_path / "run")
+    near(tmp_path / "run", whole[0])
+    assert first != then or same_end(tmp_path / "run", parts[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["SIGKILL", "SIGSTOP"])
+def test_parts_do_not_wait_for_a_lost_process(tmp_path, what):
+    group = Group(tmp_path / "k", 2, tmp_path / "run", callbacks=dict(act_at=dict(step=3, rank=1, what=what)), **SHARD)
+    until = time.monotonic() + 30
+    while group.all[0].is_alive() and time.monotonic() < until:
+        time.sleep(.05)
+    if what == "SIGSTOP":
+        os.kill(group.all[1].pid, signal.SIGCONT)
+    told = group.ends(30)
+    assert told[0]["error"].startswith("PeerLost: rank 1 on ") and told[0]["seconds"] < 20
+    check_whole(tmp_path / "run")
+
+
+@pytest.mark.slow
+def test_what_needs_a_whole_drafter_is_refused_beside_parts(tmp_path):
+    told = Group(tmp_path / "c", 2, tmp_path / "run", callbacks=dict(keep_gradients=dict(to="x")), **SHARD).ends()
+    assert all(e["error"].startswith("ConfigError: shard=True beside callback Keep: ") for e in told), told
+
+
+def test_what_parts_cannot_do_is_refused_with_the_way_out(monkeypatch):
+    for cfg, index, words in ((dict(optimizer="muon"), 0, "optimizer='muon' with shard=True.*adamw"), (dict(runner="graph"), 0, "runner='graph' with shard=True.*auto"),
+                              (dict(runner="compiled"), 0, "runner='compiled' with shard=True.*auto"), ({}, 1, "several drafters.*torchrun")):
+        with pytest.raises(ConfigError, match=words):
+            check_sharded(TrainConfig(**cfg), index)
+    check_sharded(TrainConfig())
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with pytest.raises(ConfigError, match="shard=True with one process.*torchrun"), processes(shard=True):
+        pass
+
+
+def test_rows_of_all_processes_are_the_tensor():
+    for rows in (1, 5, 32):
+        x = torch.arange(rows * 2.).view(rows, 2)
+        for size in range(1, 7):
+            parts = [own_rows(x, r, size) for r in range(size)]
+            assert torch.equal(torch.cat(parts), x) and [len(p) for p in parts] == [len(c) for c in x.chunk(size)] + [0] * (size - len(x.chunk(size)))
+    assert own_rows(torch.tensor(3.), 1, 2) == 3.
+
+
 def test_shares_cover_the_step_once():
     for micros in range(1, 9):
         for size in range(1, 6):
@@ -241,6 +356,8 @@ def test_shares_cover_the_step_once():
                 shares = [deal(micros, drafters, r, size) for r in range(size)]
                 assert sorted(m for s in shares for m in s if m is not None) == list(range(micros))
                 assert all(len(s) >= drafters for s in shares)
+                even = [deal(micros, 1, r, size, even=True) for r in range(size)]
+                assert {len(s) for s in even} == {-(-micros // size)} and sorted(m for s in even for m in s if m is not None) == list(range(micros))
                 owners = {m: r * drafters + i % drafters for r, s in enumerate(shares) for i, m in enumerate(s) if m is not None}
                 assert owners == {m: m % (size * drafters) for m in range(micros)}
 
