@@ -234,7 +234,9 @@ class Processes(OneProcess):
     def run(self, collective, out, value):
         "One collective operation; on a CPU, wait for it or raise PeerLost. A CUDA device waits by itself, and `_abort` ends its wait."
         if self.peers.lost: raise PeerLost(self.peers.lost)
-        if value.is_cuda: return collective(out, value)
+        if value.is_cuda:
+            try: return collective(out, value)
+            except RuntimeError as e: raise (PeerLost(self.peers.lost) if self.peers.lost else e) from None
         try: work = collective(out, value, async_op=True)
         except RuntimeError as e: raise PeerLost(self.peers.find()) from e
         while True:
