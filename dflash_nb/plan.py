@@ -263,13 +263,19 @@ def _geometry_with(g, cfg):
     return g | dict(layers=cfg.num_draft_layers, features=len(cfg.target_layer_ids), block=cfg.block_size, anchors=cfg.num_anchors, row_len=cfg.row_len, rows=cfg.token_budget//cfg.row_len)
 
 # %% ../nbs/16g_plan.ipynb #16g-plan-030
+def _shared_by(m, cfg, drafters):
+    "Processes among which a drafter's weights, gradients and moments would leave room on this device; None where that is no way out."
+    state = m["parts"].get("drafter weights", 0.)*(1. if cfg.dtype == "float32" else 16/18)  # without the half-precision copy, which stays whole
+    return next((n for n in (2, 4, 8, 16, 32, 64) if m["gib"] - state*(1 - 1/n) <= m["of"]), None) if drafters == 1 and m["device"] != "cpu" and cfg.optimizer == "adamw" else None
+
 def _advise(p, names, room, counts):
     "What a reader should know before starting."
     out = []
     for m in p.memory:
         if m["gib"] > m["of"]:
+            n = _shared_by(m, p.cfg, p.devices["drafter"].count(m["device"]))
             ways = _smaller(p.geometry, p.cfg, p.devices, p.rates, room, counts)
-            out.append(f"{m['device']} does not fit: {m['what']} need {m['gib']:.1f} of {m['of']:.1f} GiB; " + (f"lower one: {', or '.join(ways)}" if ways else "no smaller batch helps: use a larger card or a smaller target"))
+            out.append(f"{m['device']} does not fit: {m['what']} need {m['gib']:.1f} of {m['of']:.1f} GiB; " + (f"lower one: {', or '.join(ways)}" if ways else "no smaller batch helps: use a larger card or a smaller target") + (f"; or divide the drafter: --shard in {n} processes" if n else ""))
         elif m["gib"] > .92*m["of"]: out.append(f"{m['device']} is nearly full: {m['gib']:.1f} of {m['of']:.1f} GiB")
     if p.best and len(names) > 1 and p.best["step_s"] < .97*p.seconds["step"]:
         out.append(f"{p.best['targets']} targets and {p.best['drafters']} drafters{' on the same devices' if p.best['shared'] else ''} would take {p.best['step_s']:.3f} s a step instead of {p.seconds['step']:.3f}")
