@@ -97,8 +97,8 @@ def use_parts(run_dir, to):
 
     class Use(Callback):
         def after_fit(self, t):
-            words = []
-            for use in (lambda: save_drafter(t.drafter, f"{to}-{t.group.rank}"), lambda: t.drafter.context(torch.zeros(1, 2, t.drafter.fc.in_features))):
+            words, features = [], torch.zeros(1, 2, t.drafter.fc.in_features)
+            for use in (lambda: save_drafter(t.drafter, f"{to}-{t.group.rank}"), lambda: t.drafter.context(features)):
                 try:
                     use()
                 except ConfigError as e:

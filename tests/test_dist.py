@@ -243,7 +243,8 @@ SHARD = dict(knobs=dict(shard=True))
 def parts(tmp_path_factory):
     "The same six steps with a part of the drafter in each process: run, what each told, bytes that each held."
     root = tmp_path_factory.mktemp("parts")
-    told = Group(root / "s", 2, root / "run", callbacks=dict(note_bytes=dict(to=str(root / "b")), use_parts=dict(to=str(root / "u"))), **SHARD).ends()
+    calls = dict(note_bytes=dict(to=str(root / "b")), use_parts=dict(to=str(root / "u")))
+    told = Group(root / "s", 2, root / "run", callbacks=calls, **SHARD).ends()
     assert {e["outcome"] for e in told} == {"finished"}, told
     return root / "run", told, [json.loads((root / f"b-{r}.json").read_text()) for r in range(2)], (root / "u-0.txt").read_text()
 
@@ -330,7 +331,8 @@ def test_what_needs_a_whole_drafter_is_refused_beside_parts(tmp_path):
 
 
 def test_what_parts_cannot_do_is_refused_with_the_way_out(monkeypatch):
-    for cfg, index, words in ((dict(optimizer="muon"), 0, "optimizer='muon' with shard=True.*adamw"), (dict(runner="graph"), 0, "runner='graph' with shard=True.*auto"),
+    for cfg, index, words in ((dict(optimizer="muon"), 0, "optimizer='muon' with shard=True.*adamw"),
+                              (dict(runner="graph"), 0, "runner='graph' with shard=True.*auto"),
                               (dict(runner="compiled"), 0, "runner='compiled' with shard=True.*auto"), ({}, 1, "several drafters.*torchrun")):
         with pytest.raises(ConfigError, match=words):
             check_sharded(TrainConfig(**cfg), index)
@@ -345,7 +347,8 @@ def test_rows_of_all_processes_are_the_tensor():
         x = torch.arange(rows * 2.).view(rows, 2)
         for size in range(1, 7):
             parts = [own_rows(x, r, size) for r in range(size)]
-            assert torch.equal(torch.cat(parts), x) and [len(p) for p in parts] == [len(c) for c in x.chunk(size)] + [0] * (size - len(x.chunk(size)))
+            chunks = [len(c) for c in x.chunk(size)]
+            assert torch.equal(torch.cat(parts), x) and [len(p) for p in parts] == chunks + [0] * (size - len(chunks))
     assert own_rows(torch.tensor(3.), 1, 2) == 3.
 
 
@@ -357,7 +360,8 @@ def test_shares_cover_the_step_once():
                 assert sorted(m for s in shares for m in s if m is not None) == list(range(micros))
                 assert all(len(s) >= drafters for s in shares)
                 even = [deal(micros, 1, r, size, even=True) for r in range(size)]
-                assert {len(s) for s in even} == {-(-micros // size)} and sorted(m for s in even for m in s if m is not None) == list(range(micros))
+                assert {len(s) for s in even} == {-(-micros // size)}
+                assert sorted(m for s in even for m in s if m is not None) == list(range(micros))
                 owners = {m: r * drafters + i % drafters for r, s in enumerate(shares) for i, m in enumerate(s) if m is not None}
                 assert owners == {m: m % (size * drafters) for m in range(micros)}
 
