@@ -333,7 +333,8 @@ def test_what_needs_a_whole_drafter_is_refused_beside_parts(tmp_path):
 def test_what_parts_cannot_do_is_refused_with_the_way_out(monkeypatch):
     for cfg, index, words in ((dict(optimizer="muon"), 0, "optimizer='muon' with shard=True.*adamw"),
                               (dict(runner="graph"), 0, "runner='graph' with shard=True.*auto"),
-                              (dict(runner="compiled"), 0, "runner='compiled' with shard=True.*auto"), ({}, 1, "several drafters.*torchrun")):
+                              (dict(runner="compiled"), 0, "runner='compiled' with shard=True.*auto"),
+                              ({}, 1, "several drafters.*torchrun")):
         with pytest.raises(ConfigError, match=words):
             check_sharded(TrainConfig(**cfg), index)
     check_sharded(TrainConfig())
