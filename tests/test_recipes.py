@@ -176,11 +176,19 @@ def test_sums_leave_out_a_knob_that_is_set_twice():
 
 @pytest.mark.slow
 def test_all_parts_by_command_then_again(shop, capsys, monkeypatch):
-    short = replace(shop.s, seconds=0.01, rungs=((0.01, 1), (0.01, 1)), frontier=(0.01,), arms={"lr 4e-3": dict(lr=4e-3)})
+    arms = dict(arms={"lr 4e-3": dict(lr=4e-3)}, refine={"block 4": dict(block_size=4)})
+    short = replace(shop.s, seconds=0.01, rungs=((0.01, 1), (0.01, 1)), frontier=(0.01,), **arms)
     monkeypatch.setattr(recipes, "nano_study", lambda: short)
-    parts = ["baseline", "search", "winner", "ceiling", "decode", "compare"]
+    parts = ["baseline", "search", "refine", "winner", "ceiling", "decode", "compare"]
     line = [*parts, "--target", "nano", "--prompts", "nowhere", "--out", str(shop.out), "--settings", "nano", "--device", "cpu"]
-    main_recipes(line)
+    more, read = line[len(parts):], lambda name: json.loads((shop.out / f"{name}.json").read_text())
+    assert main_recipes(["winner", *more, "--reports", "only", "--delta", "{}"]) == 2  # nothing is trained yet
+    assert main_recipes(["baseline", "search", "refine", *more]) == 0 == main_recipes(["winner", *more, "--reports", "later"])
+    assert read("winner")["runs"] == [] and main_recipes(["winner", *more, "--reports", "only", "--seeds", "1"]) == 0
+    assert read("winner")["runs"] == [] and len(list(shop.out.glob("sweeps/winner-*/arms/*/*/reported.json"))) == 1
+    assert main_recipes(line) == 0 and read("refine")["winner"] in {r["arm"] for r in recipes.chosen(shop)["rows"]}
+    assert read("winner")["delta"] == read("refine")["delta"]
+    assert ["--reports later" in c["command"] for c in read("winner")["calls"]] == [True, False]
     found = {p: json.loads((shop.out / f"{p}.json").read_text()) for p in parts}
     base, ours = found["baseline"], found["winner"]
     assert base["steps"] == shop.epoch_steps(shop.config()) and [r["steps"] for r in base["runs"]] == [base["steps"]] * 2
@@ -190,5 +198,5 @@ def test_all_parts_by_command_then_again(shop, capsys, monkeypatch):
     assert found["decode"]["replayed"]["lossless"] and found["decode"]["eager"]["lossless"]
     capsys.readouterr()
     monkeypatch.setattr(recipes, "ablate", None)  # nothing is trained again
-    main_recipes(["baseline", "winner", *line[len(parts):]])
+    main_recipes(["baseline", "winner", *more])
     assert json.loads((shop.out / "winner.json").read_text())["runs"] == ours["runs"]
