@@ -262,7 +262,7 @@ def plot_time(
         ax.grid(alpha=.3, which="both"), ax.set_xlim(min(p["seconds"] for p in points)/1.6, max(p["seconds"] for p in points)*1.6)
         ticks = [t for t in (5, 10, 20, 50, 100, 200, 500, 1000) if min(p["seconds"] for p in points)/1.6 <= t <= max(p["seconds"] for p in points)*1.6]
         ax.set_xticks(ticks, ticks, fontsize=8), ax.minorticks_off()
-    axes[0][0].set_ylabel("tau"), axes[0][0].legend(fontsize=8)
+    axes[0][0].set_ylabel("tau"), axes[0][-1].legend(fontsize=8)
     return fig
 
 # %% ../nbs/21a_records.ipynb #21a-records-039
