@@ -221,7 +221,7 @@ def plot_search(
     rows = [r for r in search_rows(parts) if r["arm"] != "the base"]
     arms = list(dict.fromkeys(r["arm"] for r in sorted(rows, key=lambda r: (-r["seconds"], -r["gain"]))))
     times = sorted({r["seconds"] for r in rows})
-    fig, ax = plt.subplots(figsize=(8, .27*len(arms) + 1), layout="constrained")
+    fig, ax = plt.subplots(figsize=(8, .27*len(arms) + 1), dpi=70, layout="constrained")
     for i, s in enumerate(times):
         for r in (r for r in rows if r["seconds"] == s):
             y = arms.index(r["arm"]) + .18*(len(times) - 1)/2 - .18*i
@@ -251,7 +251,7 @@ def plot_time(
     import matplotlib.pyplot as plt
     points = time_points(parts)
     sets = list(dict.fromkeys(p["set"] for p in points))
-    fig, axes = plt.subplots(1, max(1, len(sets)), figsize=(2.8*max(1, len(sets)), 2.8), layout="constrained", squeeze=False)
+    fig, axes = plt.subplots(1, max(1, len(sets)), figsize=(2.8*max(1, len(sets)), 2.8), dpi=70, layout="constrained", squeeze=False)
     for ax, k in zip(axes[0], sets):
         for i, recipe in enumerate(("baseline", "ours")):
             some = sorted((p for p in points if p["set"] == k and p["recipe"] == recipe), key=lambda p: p["seconds"])
