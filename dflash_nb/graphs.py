@@ -354,15 +354,19 @@ def _replay_update(self, out):
     self.change.replay()
     return _keep(self.change.out)
 
+def _drop(device, graphs, pool, stream):
+    "Wait for the device, drop graphs and their pool, give the stream back; without a pool they are rehearsed."
+    with _ALONE: # waiting for the device would end another runner's capture
+        if pool is not None: torch.cuda.synchronize(device)
+        for g in graphs:
+            if g is not None: g.close()
+        if pool is not None:
+            pool.release()
+            _IDLE.setdefault(device, []).append(stream)
+
 def _close_graphs(self):
     "Wait for the device, then drop the graphs, their pool and the buffers; the stream is free for another runner's captures."
-    with _ALONE: # waiting for the device would end another runner's capture
-        if self.pool is not None: torch.cuda.synchronize(self.device)
-        for g in (self.step, self.change):
-            if g is not None: g.close()
-        if self.pool is not None:
-            self.pool.release()
-            _IDLE.setdefault(self.device, []).append(self.stream)
+    _drop(self.device, (self.step, self.change), self.pool, self.stream)
     self.step = self.change = self.inputs = self.sums = self.pool = self.stream = None
 
 GraphRunner._run_micro, GraphRunner._run_update, GraphRunner.close = _replay_micro, _replay_update, _close_graphs

@@ -9,7 +9,7 @@ __all__ = ['PEER', 'SEARCH', 'REFINE', 'STUDY', 'RecipeStudy', 'first_turns', 's
 
 # %% ../nbs/21_recipes.ipynb #21-recipes-001
 import argparse, json, math, re, shlex, statistics, sys, threading, time
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -376,8 +376,7 @@ def report_drafter(
     plain:bool=False, # plain decoding, too?
 )->dict: # tau by set with intervals; emitted and calls of every prompt
     "Real decoding of the report's prompts."
-    engine = replay_for(w, drafter)
-    r = evaluate(drafter, w.target, w.report_prompts, w.s.new_tokens, check_lossless=plain, engine=engine)
+    with replay_for(w, drafter) as engine: r = evaluate(drafter, w.target, w.report_prompts, w.s.new_tokens, check_lossless=plain, engine=engine)
     sets = {k["kind"]: dict(tau=k["tau"], low=k["low"], high=k["high"], calls=k["calls"], emitted=[x["emitted"] for x in r.rows if x["kind"] == k["kind"]],
                             prompt_calls=[x["calls"] for x in r.rows if x["kind"] == k["kind"]]) for k in r.by_kind.to_dict("records")}
     speed = dict(tokens_per_second=r.tokens_per_second, plain_tokens_per_second=r.plain_tokens_per_second, lossless=r.lossless, identical=r.identical, graphs=engine.graphs)
@@ -588,9 +587,9 @@ def decode_speed(w:Workshop, source=None, prompts=60, eager=8)->dict:
     "Tokens a second, batch 1: plain and speculative, both replayed, and for fewer prompts both eager; of the winner, or of the baseline where there is none."
     source = source or ("winner" if (w.out/"winner.json").exists() else "baseline")
     drafter, out = trained(w, needed(w, source)["runs"][0]["drafter"]), dict(source=source, new_tokens=w.s.new_tokens)
-    for name, n, engine in (("replayed", prompts, replay_for(w, drafter)), ("eager", eager, None)):
+    for name, n, make in (("replayed", prompts, replay_for), ("eager", eager, lambda *_: nullcontext())):
         some = w.report_prompts[::-(-len(w.report_prompts) // n)]
-        r = evaluate(drafter, w.target, some, w.s.new_tokens, engine=engine)
+        with make(w, drafter) as engine: r = evaluate(drafter, w.target, some, w.s.new_tokens, engine=engine)
         out[name] = dict(prompts=len(some), tau=r.tau, tokens_per_second=r.tokens_per_second, plain_tokens_per_second=r.plain_tokens_per_second, speedup=r.tokens_per_second / r.plain_tokens_per_second,
                          lossless=r.lossless, identical=r.identical, graphs=bool(engine and engine.graphs))
         w.save("decode", out)

@@ -16,7 +16,7 @@ from .blocks import first_slot
 from .config import ConfigError
 from .decode import _Clock, _count, _Request, drafts_a_call
 from .drafter import View, sdpa_attention
-from .graphs import _ALONE, GraphMemory, Rehearsal, captures_on, private_stream
+from .graphs import _ALONE, _drop, GraphMemory, Rehearsal, captures_on, private_stream
 
 # %% ../nbs/14g_replay.ipynb #14g-replay-007
 class FixedCache(Cache):
@@ -96,16 +96,18 @@ class _FixedDrafter:
 @contextmanager
 def recorder(
     device, # where the step runs
-    graphs:bool, # record? else each replay runs the function
-): # fn -> something with `replay()` and `out`
-    "Records functions without arguments, on a private stream where there are streams."
-    if not graphs or device.type != "cuda": yield Rehearsal; return
+    pool:GraphMemory=None, # of the graphs; None: each replay runs the function
+    stream=None, # of `private_stream`, the graphs' own until they are closed
+): # fn -> something with `replay()`, `out` and `close()`
+    "Records functions without arguments."
+    if pool is None: yield Rehearsal; return
     with _ALONE, torch.cuda.device(device):
-        with captures_on(private_stream(device), GraphMemory(device)) as record: yield record
+        with captures_on(stream, pool) as record: yield record
 
 # %% ../nbs/14g_replay.ipynb #14g-replay-023
 class Replay:
-    "Greedy decoding, batch 1, by replaying one recorded step a target call; for `evaluate(engine=)`."
+    "Greedy decoding, batch 1, by replaying one recorded step a target call; for `evaluate(engine=)`. Close it, or use it in a `with`."
+    plain, fast, pool, stream = None, None, None, None
     def __init__(self,
         target, # `Target` on one device
         drafter=None, # `Drafter` on the same device; None: plain decoding only
@@ -124,10 +126,22 @@ class Replay:
         with torch.inference_mode():
             self.side = _FixedTarget(target, length, drafter.cfg.target_layer_ids if drafter else ())
             self.own = _FixedDrafter(drafter, io or drafter.io(target), length, self.K) if drafter else None
-            with recorder(d, self.graphs) as record:
-                self.plain = record(self._plain_step)
-                self.fast = record(self._fast_step) if drafter else None
+            try: self._record()
+            except BaseException: self.close(); raise
 
+    def _record(self):
+        if self.graphs and self.device.type == "cuda": self.stream, self.pool = private_stream(self.device), GraphMemory(self.device)
+        with recorder(self.device, self.pool, self.stream) as record:
+            self.plain = record(self._plain_step)
+            self.fast = record(self._fast_step) if self.own else None
+
+    def close(self):
+        "Drop graphs and caches; the stream and its 32 MiB are free for another's captures. Closing again does nothing."
+        _drop(self.device, (self.plain, self.fast), self.pool, self.stream)
+        self.plain = self.fast = self.side = self.own = self.pool = self.stream = None
+
+    def __enter__(self): return self
+    def __exit__(self, *_): self.close()
     def _plain_step(self): return _plain_step(self)
     def _fast_step(self): return _fast_step(self)
     def generate(self, target, ids, max_new_tokens, temperature=0., stop_ids=None, generator=None): return _run(self, target, None, ids, max_new_tokens, temperature, stop_ids, None)
@@ -160,6 +174,7 @@ def _fast_step(r):
 @torch.inference_mode()
 def _run(r, target, drafter, ids, max_new_tokens, temperature, stop_ids, num_draft):
     "One prompt; raises `ConfigError` for what was not recorded."
+    if r.plain is None: raise ConfigError("this Replay is closed: make another")
     if temperature: raise ConfigError(f"temperature={temperature:g}: replay is greedy; decode without it")
     if target is not r.target or drafter is not None and drafter is not r.drafter: raise ConfigError("this Replay was made for another target or drafter: make one for each pair")
     if num_draft not in (None, r.K) and drafter is not None: raise ConfigError(f"num_draft={num_draft}: this Replay was recorded with {r.K}")

@@ -1,9 +1,12 @@
 "Decoding by replay equals eager decoding: tokens, calls, stops and limits; what was not recorded is refused."
+from types import SimpleNamespace
+
 import decoding
 import pytest
 import torch
 from decoding import LAYOUTS, tiny_drafter, tiny_target
 
+from dflash_nb import graphs
 from dflash_nb.config import ConfigError
 from dflash_nb.decode import generate, speculate
 from dflash_nb.evaluate import evaluate
@@ -71,6 +74,32 @@ def test_what_was_not_recorded_is_refused(target, trained):
         Replay(tiny_target("mistral"), length=64)
 
 
+def test_closing_gives_back_what_graphs_hold(monkeypatch):
+    gone, device = [], torch.device("cuda", 7)
+    pool = SimpleNamespace(release=lambda: gone.append("pool"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda d: gone.append(d))
+    monkeypatch.setattr(graphs, "_IDLE", {})
+    graphs._drop(device, (SimpleNamespace(close=lambda: gone.append("graph")), None), pool, "stream")
+    assert gone == [device, "graph", "pool"] and graphs._IDLE == {device: ["stream"]}
+    assert graphs.private_stream(device) == "stream" and not graphs._IDLE[device]
+
+
+def test_a_closed_one_is_refused_and_a_failed_one_closes(target, trained, monkeypatch):
+    drafter = trained[LAYOUTS[0]]
+    with Replay(target, drafter, length=64) as engine:
+        engine.generate(target, [5, 200], 4)
+    engine.close()
+    assert engine.side is engine.own is engine.plain is engine.fast is None
+    with pytest.raises(ConfigError, match="closed"):
+        engine.speculate(target, drafter, [5, 200], 4)
+    seen = []
+    monkeypatch.setattr(Replay, "close", lambda self: seen.append("closed"))
+    monkeypatch.setattr(Replay, "_fast_step", lambda self: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        Replay(target, drafter, length=64)
+    assert seen == ["closed"]
+
+
 @pytest.mark.cuda
 def test_graphs_on_a_gpu():
     target = tiny_target("llama")
@@ -80,3 +109,17 @@ def test_graphs_on_a_gpu():
     for _ in range(2):
         assert engine.generate(target, PROMPT, 22).ids == generate(target, PROMPT, 22).ids
         assert all(same(engine.speculate(target, drafter, PROMPT, 22), speculate(target, drafter, PROMPT, 22)))
+
+
+@pytest.mark.cuda
+def test_a_stream_is_used_again_after_close():
+    target = tiny_target("llama")
+    target = type(target).from_model(target.model.to("cuda"), target.tokenizer, target.name)
+    drafter, seen, held = tiny_drafter(target, block_size=5).to("cuda"), set(), []
+    for _ in range(6):
+        with Replay(target, drafter, length=64) as engine:
+            assert engine.speculate(target, drafter, PROMPT, 22).ids == generate(target, PROMPT, 22).ids
+            seen.add(engine.stream.cuda_stream)
+        torch.cuda.empty_cache()
+        held.append(torch.cuda.memory_allocated())
+    assert len(seen) == 1 and len(set(held[1:])) == 1, (seen, held)
