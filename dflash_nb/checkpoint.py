@@ -236,6 +236,10 @@ def _broken(
         if (path/name).stat().st_size != size: return f"{name} has {(path/name).stat().st_size} bytes, expected {size}"
     return None
 
+def _serial(path):
+    "Its place in the order of writing; 0 for a state of an earlier version."
+    return json.loads((path/"state.json").read_text()).get("serial", 0)
+
 def scan_states(
     root: str | Path,  # folder of step-N folders
 ) -> tuple[dict[int, Path], dict[str, str]]:
@@ -302,7 +306,8 @@ def save_state(
     root.mkdir(parents=True, exist_ok=True)
     for stale in root.glob(".tmp-*"): shutil.rmtree(stale, ignore_errors=True) if stale.is_dir() else stale.unlink(missing_ok=True)
     final, part = root/f"step-{step:08d}", root/f".tmp-step-{step:08d}-{os.getpid()}"
-    try: _fill(part, step, drafter, optimizer, state)
+    serial = 1 + max(map(_serial, scan_states(root)[0].values()), default=0)
+    try: _fill(part, step, drafter, optimizer, state | dict(serial=serial))
     except OSError as e: shutil.rmtree(part, ignore_errors=True); raise SaveError(f"{final}: could not be written ({e}); the earlier checkpoint is intact") from e
     if final.exists(): os.replace(final, root/f".tmp-{final.name}-gone")
     os.replace(part, final)
@@ -356,10 +361,17 @@ class Saved:
         try: return load_file(file)
         except Exception as e: raise CheckpointError(f"{file}: damaged ({e})") from None
 
-# %% ../nbs/13_checkpoint.ipynb #13-checkpoint-037
+# %% ../nbs/13_checkpoint.ipynb #13-checkpoint-039
+def _newest(root, good):
+    "What `latest` names or a complete state written after it, else the newest complete one before it."
+    pointed = _pointer(root, "latest")
+    if pointed in good: return max([pointed, *good], key=lambda s: _serial(good[s]))
+    return ([s for s in good if pointed is None or s <= pointed] or list(good))[-1]
+
+# %% ../nbs/13_checkpoint.ipynb #13-checkpoint-045
 def load_state(
     root: str | Path,         # folder of step-N folders
-    step: int | None = None,  # None: what `latest` names, or the newest complete one before it
+    step: int | None = None,  # None: the newest, as `_newest` says
 ) -> Saved:
     "Find a complete state; broken ones are skipped and listed in `.skipped`; raises CheckpointError when none is left."
     root = Path(root)
@@ -368,7 +380,5 @@ def load_state(
     if step is not None and step not in good:
         raise CheckpointError(f"{root}: no complete checkpoint of step {step}; complete: {list(good) or 'none'}" + (f"; skipped {named}" if bad else ""))
     if not good: raise CheckpointError(f"{root}: no complete checkpoint" + (f"; skipped {named}" if bad else ""))
-    pointed = _pointer(root, "latest")
-    before = [s for s in good if pointed is None or s <= pointed] or list(good)
-    step = step if step is not None else before[-1]
+    step = step if step is not None else _newest(root, good)
     return Saved(step, good[step], _read_json(good[step]/"state.json"), bad)

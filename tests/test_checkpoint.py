@@ -252,12 +252,30 @@ def test_a_full_disk_keeps_the_earlier_state(tmp_path, monkeypatch):
 
 def test_the_pointer_wins_over_a_higher_step(tmp_path):
     d, opt = trained(1)
-    for step in (1, 2):
+    for step in (2, 1):  # back to the start, and one step anew
         save_state(tmp_path, step, d, opt, {"config": {}})
-    (tmp_path / "latest").write_text("step-00000001\n")
     assert load_state(tmp_path).step == 1 and drafter_folder(tmp_path).name == "step-00000001"
     (tmp_path / "latest").write_text("garbage")
     assert load_state(tmp_path).step == 2
+
+
+def test_a_complete_state_is_used_before_the_pointer_names_it(tmp_path, monkeypatch):
+    d, opt = trained(1)
+    for step in (7, 3):  # 7 is of an earlier attempt
+        save_state(tmp_path, step, d, opt, {"config": {}}, keep=5)
+
+    def killed(*a):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as m, pytest.raises(KeyboardInterrupt):
+        m.setattr(checkpoint, "write_text", killed)
+        save_state(tmp_path, 4, d, opt, {"config": {}}, keep=5)
+    assert (tmp_path / "latest").read_text() == "step-00000003\n" and load_state(tmp_path).step == 4
+    (tmp_path / "step-00000004" / "model.safetensors").write_bytes(b"half")
+    assert load_state(tmp_path).step == 3
+    for path in tmp_path.glob("step-*/state.json"):  # written by an earlier version
+        path.write_text(path.read_text().replace('"serial"', '"other"'))
+    assert load_state(tmp_path).step == 3
 
 
 def test_optimizer_state_that_is_no_tensor_is_refused():
