@@ -142,7 +142,7 @@ def fan_out(
     cfg, start, live = reader.cfg, time.perf_counter(), list(runs)
     batches = {k: batch_at(packed, c, step).to(reader.device) for k, c in {_anchor_key(r.cfg): r.cfg for r in runs}.items()}
     for r in runs: r.side.zero(); r.outs, r.row, r.start_s = [], {}, 0.0
-    for i in range(cfg.token_budget // cfg.row_len // cfg.micro_rows):
+    for i in range(cfg.step_micros):
         parts = {k: b.micro(i, cfg.micro_rows) for k, b in batches.items()}
         first = next(iter(parts.values()))
         with reader.clock(): clean, feats_RTF, final_RTD = reader.states(replace(first, keep_RN=torch.ones_like(first.keep_RN)))
@@ -813,7 +813,7 @@ def find_lr(
         reader = SharedReader(target, [run.cfg])
         def backward(i):
             batch = batch_at(packed, run.cfg, i).to(target.device)
-            micros = [batch.micro(m, cfg.micro_rows) for m in range(cfg.token_budget // cfg.row_len // cfg.micro_rows)]
+            micros = [batch.micro(m, cfg.micro_rows) for m in range(cfg.step_micros)]
             run.side.ready()
             out = combine([run.side.micro(reader.read(b), i, m) for m, b in enumerate(micros)])
             reader.guard.pending.clear()

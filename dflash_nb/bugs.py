@@ -72,7 +72,7 @@ def hook_grouped_batches(
         cfg, ds = trainer.cfg, trainer.packed.ds
         order = np.random.default_rng([cfg.seed, 1]).permutation(len(ds))
         if key is not None: order = sorted(order, key=lambda d: key(ds, int(d)))
-        packed, R = fill_rows(ds, cfg.row_len, order), cfg.token_budget // cfg.row_len
+        packed, R = fill_rows(ds, cfg.row_len, order), cfg.step_rows
         groups = [some_rows(packed, i, R) for i in range(0, len(packed) - R + 1, R)]
         trainer.line.batch_of = functools.lru_cache(maxsize=4)(lambda step: grouped_batch(groups, cfg, step, shuffle))
     return hook

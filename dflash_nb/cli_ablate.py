@@ -8,7 +8,7 @@ __all__ = ['ablate_parser', 'read_grid', 'main_ablate']
 # %% ../nbs/30a_cli_ablate.ipynb #30a-cli-ablate-001
 import json, shlex
 from pathlib import Path
-from .cli import DONE, EXIT_CODES, FAILED, STOPPED, _interruptible, _last_line, _Parser, add_config_options, given_config, read_value, run_command, stage
+from .cli import DONE, EXIT_CODES, FAILED, STOPPED, _check_device, _interruptible, _last_line, _Parser, add_config_options, given_config, read_value, run_command, stage
 from .config import ConfigError, TrainConfig, load_config
 
 # %% ../nbs/30a_cli_ablate.ipynb #30a-cli-ablate-005
@@ -90,10 +90,8 @@ def _ablate(args, where):
 
 def _device(text):
     "auto, one device, or a list of them."
-    names = [n.strip() for n in text.split(",") if n.strip()]
-    if names == ["auto"]:
-        import torch
-        return "cuda:0" if torch.cuda.is_available() else "cpu"
+    names = [_check_device(n.strip()) for n in text.split(",") if n.strip()]
+    if not names: raise ConfigError(f"--device {text!r}: give auto, a device, or several: cuda:0,cuda:1")
     return names if len(names) > 1 else names[0]
 
 def _seeds(text):

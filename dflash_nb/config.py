@@ -205,6 +205,10 @@ class TrainConfig(RunKnobs, OptimKnobs, LossKnobs, DrafterKnobs, BatchKnobs):
 
     @classmethod
     def from_dict(cls, values): return _from_dict(cls, values)
+    @property
+    def step_rows(self): return self.token_budget // self.row_len
+    @property
+    def step_micros(self): return self.step_rows // self.micro_rows
     def hash(self): return config_hash(self)
     def deviations(self): return deviations(self)
 
@@ -360,8 +364,7 @@ def resolve(
     out = cfg | {k: v for k, v in fill.items() if getattr(cfg, k) == "auto"}
     if out.token_budget == "auto": out = out | dict(token_budget=out.row_len * (16 if gpu else 1))
     if out.micro_rows == "auto":
-        rows = out.token_budget // out.row_len
-        out = out | dict(micro_rows=max(m for m in (1, 2, 3, 4) if rows % m == 0))
+        out = out | dict(micro_rows=max(m for m in (1, 2, 3, 4) if out.step_rows % m == 0))
     out = out | dict(target_layer_ids=check_layer_ids(out, target.num_layers), mask_token_id=target.mask_token_id(cfg.mask_token_id))
     return out | {k: v for k, v in effective(out).items() if k in ("gamma", "alpha", "decay_share") and v is not None}
 

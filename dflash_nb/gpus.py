@@ -6,18 +6,12 @@
 __all__ = ['gpu_tenants', 'free_gib', 'gpu_memory', 'wait_for_gpus']
 
 # %% ../nbs/14e_gpus.ipynb #14e-gpus-001
-import shutil, subprocess, time
+import time
 import torch
 from .config import ConfigError
+from .status import _ask_smi
 
 # %% ../nbs/14e_gpus.ipynb #14e-gpus-005
-def _ask_smi(*query, timeout=3.):
-    "Rows of nvidia-smi's answer; none where it is missing or slow."
-    if not shutil.which("nvidia-smi"): return []
-    try: text = subprocess.run(["nvidia-smi", *query, "--format=csv,noheader,nounits"], capture_output=True, text=True, timeout=timeout, stdin=subprocess.DEVNULL).stdout
-    except (OSError, subprocess.SubprocessError): return []
-    return [[x.strip() for x in line.split(",")] for line in text.splitlines() if line.strip()]
-
 def gpu_tenants(
     device,  # "cuda:N"
 ) -> list:

@@ -14,7 +14,7 @@ from .config import DflashError, default_layer_ids, resolve
 from .data import batches, pack
 from .decode import speculate
 from .graphs import device_counts
-from .scale import chat_lengths, random_target, run_scale, scale_config
+from .scale import chat_lengths, random_target, read_step, run_scale, scale_config
 from .sides import TargetSide
 
 # %% ../nbs/16ea_passes.ipynb #16ea-passes-007
@@ -70,9 +70,7 @@ def bench_target(
     cfg = resolve(batch_config(g, micro_rows), target, torch.device(device).type)
     reader = TargetSide(target, cfg)
     batch = next(batches(pack(chat_lengths(2*g.rows, g.row_len, g.vocab), g.row_len), cfg))
-    def work():
-        for i in range(g.rows//cfg.micro_rows): reader.read(batch.micro(i, cfg.micro_rows).to(reader.device))
-        reader.guard.pending.clear(); reader.clock.spans.clear()
+    work = lambda: read_step(reader, batch)
     fresh_memory(device)
     work()
     before = device_counts(device)

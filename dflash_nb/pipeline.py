@@ -272,7 +272,7 @@ class _Pipeline:
     "What both have in common: the sides, the batch of a step, what a step took."
     def __init__(self, readers, sides, packed, cfg, dog=None, group=None):
         self.readers, self.sides, self.packed, self.cfg, self.group = readers, sides, packed, cfg, group or OneProcess()
-        self.micros = cfg.token_budget//cfg.row_len//cfg.micro_rows
+        self.micros = cfg.step_micros
         self.shard = deal(self.micros, len(sides), self.group.rank, self.group.size, self.group.shard)
         self.guard, self.dog = StateGuard(), dog or Watchdog(None, print)
         self.batch_of, self.cores = functools.lru_cache(maxsize=4)(functools.partial(batch_at, packed, cfg)), torch.get_num_threads()

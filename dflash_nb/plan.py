@@ -205,7 +205,7 @@ class RunPlan:
 def _layout(g, cfg, devices, rates, counts=None):
     "(memory by device, seconds by side, parts) for one assignment of threads to devices."
     rows, width, teacher = cfg.micro_rows, 4 if cfg.dtype == "float32" else 2, needs_teacher(cfg)
-    micros, gpu, alone = cfg.token_budget//cfg.row_len//rows, any(d != "cpu" for d in devices["drafter"]), not devices["target"]
+    micros, gpu, alone = cfg.step_micros, any(d != "cpu" for d in devices["drafter"]), not devices["target"]
     readers, drafters = devices["target"] or devices["drafter"], devices["drafter"]
     fast = gpu and set(loss_mix(cfg)) == {"ce"}
     t = target_micro_seconds(g, rows, target_layers(g, cfg), rates, width)
@@ -232,7 +232,7 @@ def divisions(names) -> list:
 
 def _splits(g, cfg, names, rates, room, counts):
     "Seconds and memory of every division, best first; those that fit come before those that do not."
-    micros, out = cfg.token_budget//cfg.row_len//cfg.micro_rows, []
+    micros, out = cfg.step_micros, []
     for devices in divisions(names):
         if len(devices["drafter"]) > micros: continue
         memory, seconds, _ = _layout(g, cfg, devices, rates, counts)
@@ -245,7 +245,7 @@ def _splits(g, cfg, names, rates, room, counts):
 def _smaller(g, cfg, devices, rates, room, counts):
     "Sentences: what to lower, and to what."
     fits = lambda **change: all(m["gib"] <= room for m in _layout(_geometry_with(g, cfg | change), cfg | change, devices, rates, counts)[0])
-    rows, out = cfg.token_budget//cfg.row_len, []
+    rows, out = cfg.step_rows, []
     micro = [m for m in range(cfg.micro_rows - 1, 0, -1) if rows % m == 0 and fits(micro_rows=m)]
     if micro: out.append(f"micro_rows={micro[0]}")
     anchors = next((a for a in (cfg.num_anchors >> i for i in range(1, 8)) if a >= 8 and fits(num_anchors=a)), None)
@@ -260,7 +260,7 @@ def _smaller(g, cfg, devices, rates, room, counts):
 
 def _geometry_with(g, cfg):
     "The geometry with the config's batch and drafter."
-    return g | dict(layers=cfg.num_draft_layers, features=len(cfg.target_layer_ids), block=cfg.block_size, anchors=cfg.num_anchors, row_len=cfg.row_len, rows=cfg.token_budget//cfg.row_len)
+    return g | dict(layers=cfg.num_draft_layers, features=len(cfg.target_layer_ids), block=cfg.block_size, anchors=cfg.num_anchors, row_len=cfg.row_len, rows=cfg.step_rows)
 
 # %% ../nbs/16g_plan.ipynb #16g-plan-030
 def _shared_by(m, cfg, drafters):
@@ -279,7 +279,7 @@ def _advise(p, names, room, counts):
         elif m["gib"] > .92*m["of"]: out.append(f"{m['device']} is nearly full: {m['gib']:.1f} of {m['of']:.1f} GiB")
     if p.best and len(names) > 1 and p.best["step_s"] < .97*p.seconds["step"]:
         out.append(f"{p.best['targets']} targets and {p.best['drafters']} drafters{' on the same devices' if p.best['shared'] else ''} would take {p.best['step_s']:.3f} s a step instead of {p.seconds['step']:.3f}")
-    micros = p.cfg.token_budget//p.cfg.row_len//p.cfg.micro_rows
+    micros = p.cfg.step_micros
     if micros < len(p.devices["drafter"]): out.append(f"{micros} micro-batches for {len(p.devices['drafter'])} drafters: each needs one, so lower micro_rows={p.cfg.micro_rows}")
     elif micros % len(p.devices["drafter"]): out.append(f"{micros} micro-batches do not divide by {len(p.devices['drafter'])} drafters: some wait")
     if set(loss_mix(p.cfg)) - {"ce"}: out.append("a loss over the target's distribution: times are less certain than for cross-entropy")
@@ -389,7 +389,7 @@ def calibrate_rates(
 def _lines(p):
     "The plan as (label, value) pairs."
     c, s = p.cfg, p.seconds
-    rows = [("batch", f"{c.token_budget//c.row_len} rows of {c.row_len} tokens, {c.micro_rows} a micro-batch, {c.num_anchors} anchors of {c.block_size}"),
+    rows = [("batch", f"{c.step_rows} rows of {c.row_len} tokens, {c.micro_rows} a micro-batch, {c.num_anchors} anchors of {c.block_size}"),
             ("step", f"{p.step_ms:.1f} ms, {p.tok_s:,.0f} tokens/s, {c.steps} steps in {_span(c.steps*s['step'])}"),
             ("target side", f"{1e3*s['target']:.1f} ms a step on {_names(p.devices['target'] or p.devices['drafter'])}"),
             ("drafter side", f"{1e3*s['drafter']:.1f} ms a step on {_names(p.devices['drafter'])}, {p.parts['update']:.1f} of it for the update"),

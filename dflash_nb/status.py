@@ -69,18 +69,22 @@ def _queues(step, gauges) -> dict:  # name -> (batches ready, size)
     return {"batches": (step["queue"], step.get("queue_size"))} if step.get("queue") is not None else {}
 
 # %% ../nbs/02_status.ipynb #02-status-017
+def _ask_smi(*query, timeout=3.):
+    "Rows of nvidia-smi's answer; none where it is missing or slow."
+    if not shutil.which("nvidia-smi"): return []
+    try: text = subprocess.run(["nvidia-smi", *query, "--format=csv,noheader,nounits"], capture_output=True, text=True, timeout=timeout, stdin=subprocess.DEVNULL).stdout
+    except (OSError, ValueError, subprocess.SubprocessError): return []
+    return [[x.strip() for x in line.split(",")] for line in text.splitlines() if line.strip()]
+
 def _smi(
     timeout: float = .5,  # seconds
 ) -> list:                # device, memory_gb, total_gb, load (0..1); [] where it cannot tell in time
     "What nvidia-smi says of each GPU."
-    if not shutil.which("nvidia-smi"): return []
-    query = ["nvidia-smi", "--query-gpu=index,memory.used,memory.total,utilization.gpu", "--format=csv,noheader,nounits"]
+    rows = [[float(x) if x.replace(".", "").isdigit() else None for x in row] for row in _ask_smi("--query-gpu=index,memory.used,memory.total,utilization.gpu", timeout=timeout)]
     try:
-        text = subprocess.run(query, capture_output=True, text=True, timeout=timeout, stdin=subprocess.DEVNULL).stdout
-        rows = [[float(x) if x.strip().replace(".", "").isdigit() else None for x in line.split(",")] for line in text.splitlines()]
         return [dict(index=int(i), memory_gb=None if m is None else m/1024, total_gb=None if n is None else n/1024,
                      load=None if u is None else u/100) for i, m, n, u in rows]
-    except (OSError, subprocess.SubprocessError, ValueError, TypeError): return []
+    except (ValueError, TypeError): return []
 
 def _roles(state) -> dict:  # device -> "target", "drafter" or both
     "Which side works where, from the run's own first line."

@@ -530,7 +530,7 @@ def describe(
     cfg, target = t.cfg, t.target
     mask = target.decode([cfg.mask_token_id], special=True) if target.tokenizer is not None else ""
     weight = f"{cfg.weighting} gamma {cfg.gamma:g}" if cfg.weighting == "decay" and cfg.gamma else cfg.weighting
-    rows = cfg.token_budget//cfg.row_len
+    rows = cfg.step_rows
     asked = cfg | {"target_layer_ids": None} if cfg.target_layer_ids == default_layer_ids(target.num_layers) else cfg
     differs = asked.deviations()
     lines = [f"target {target.name or 'unnamed'} ({target.num_layers} layers, hidden {target.hidden_size}, {str(target.dtype).removeprefix('torch.')}) ; "

@@ -466,3 +466,12 @@ def test_a_loss_of_another_scale_shows_in_the_table(pair, tmp_path):
                 seeds=2, sweep_dir=tmp_path / "s", **SHORT)
     norms = ab.values("grad_norm")
     assert all(abs(norms["own"][s] / norms["base"][s] - 1) > 0.1 for s in (0, 1))
+
+
+def test_a_device_of_the_command_line_is_checked_by_name():
+    from dflash_nb.cli_ablate import _device
+
+    assert _device("cpu") == "cpu" and _device(" cpu, cpu ") == ["cpu", "cpu"]
+    for text, want in dict(gpux="gpux", **{"": "give auto", " , ": "give auto", "cuda:99": "cuda:99"}).items():
+        with pytest.raises(ConfigError, match=want):
+            _device(text)

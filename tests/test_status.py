@@ -574,3 +574,13 @@ def test_roles_come_from_the_runs_first_line(tmp_path):
     log.beat()
     assert [d["role"] for d in status(tmp_path, probe=False).devices] == ["target + drafter", "own"]
     log.close()
+
+
+def test_an_answer_of_nvidia_smi_that_is_no_table_is_no_answer(tmp_path, monkeypatch):
+    from dflash_nb.gpus import _ask_smi
+
+    assert _ask_smi is st._ask_smi
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nprintf 'Failed to initialize NVML: caf\\351\\n'\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert st._smi() == []
