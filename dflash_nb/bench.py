@@ -5,10 +5,12 @@
 # %% auto #0
 __all__ = ['GEOMETRIES', 'KERNEL_KINDS', 'Geometry', 'products', 'attention_flops', 'step_flops', 'StepInputs', 'random_inputs',
            'RandomIO', 'random_drafter', 'step_runner', 'run_step', 'milliseconds', 'product_ms', 'matmul_ceiling',
-           'bench_step', 'peak_memory', 'fresh_memory', 'moved_counts', 'machine', 'kind_of', 'kernel_times', 'spent']
+           'bench_step', 'finite_row', 'peak_memory', 'fresh_memory', 'moved_counts', 'machine', 'kind_of',
+           'kernel_times', 'spent']
 
 # %% ../nbs/16d_bench.ipynb #16d-bench-000
 import gc
+import math
 import platform
 import statistics
 import time
@@ -19,7 +21,7 @@ from types import SimpleNamespace
 import torch
 
 from .blocks import Blocks, make_blocks
-from .config import ConfigError, DrafterConfig, TrainConfig
+from .config import ConfigError, DflashError, DrafterConfig, TrainConfig
 from .drafter import Drafter
 from .float8 import Float8Head
 from .graphs import device_counts, make_runner
@@ -243,9 +245,19 @@ def bench_step(
         part="drafter", micro_rows=rows, head8=head8, fallbacks=told, losses=[o.loss.item() for o, *_ in kept], norms=[n.item() for _, n, _ in kept])
     if kernels: row |= spent(lambda: run_step(run, micros), device)
     run.close()
-    return row
+    return finite_row(row, f"attention {attention}")
 
 # %% ../nbs/16d_bench.ipynb #16d-bench-006
+def finite_row(
+    row:dict, # of a timed step
+    how:str="", # more about it, for the error
+)->dict: # the row itself
+    "Raises DflashError where a loss or norm of a timed step is not finite: its time would mean nothing."
+    for k in ("losses", "norms"):
+        for i, x in enumerate(row.get(k, ())):
+            if not math.isfinite(x): raise DflashError(f"{k}[{i}] of the timed step is {x} ({row['part']}, runner {row['runner']}{how and ', ' + how}): its time means nothing; try another attention or runner")
+    return row
+
 def _row(g, run, ms, device, warm):
     "Figures of a table's row."
     median = statistics.median(ms)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from .bench import GEOMETRIES, Geometry, RandomIO, fresh_memory, milliseconds, moved_counts, peak_memory, random_drafter, random_inputs, step_flops
+from .bench import GEOMETRIES, Geometry, RandomIO, finite_row, fresh_memory, milliseconds, moved_counts, peak_memory, random_drafter, random_inputs, step_flops
 from .config import ConfigError, TrainConfig, resolve_gamma
 from .graphs import device_counts
 from .losses import block_loss
@@ -109,8 +109,8 @@ def bench_peer(
     before = device_counts(device)
     ms = milliseconds(step, device, steps)
     median = statistics.median(ms)
-    return dict(part="drafter", runner="specforge" + " compiled" * compiled, rows=g.rows, micro_rows=g.rows, anchors=g.anchors, ms=median, ms_row=median / g.rows, spread_ms=[min(ms), max(ms)],
-                tflops=step_flops(g) / median / 1e9, losses=[x.item() for x in kept], **moved_counts(before, device), **peak_memory(device))
+    return finite_row(dict(part="drafter", runner="specforge" + " compiled" * compiled, rows=g.rows, micro_rows=g.rows, anchors=g.anchors, ms=median, ms_row=median / g.rows, spread_ms=[min(ms), max(ms)],
+                tflops=step_flops(g) / median / 1e9, losses=[x.item() for x in kept], **moved_counts(before, device), **peak_memory(device)))
 
 # %% ../nbs/16f_peer.ipynb #16ab-peer-015
 def peer_difference(

@@ -10,6 +10,7 @@ from dflash_nb.bench import (
     RandomIO,
     attention_flops,
     bench_step,
+    finite_row,
     milliseconds,
     products,
     random_drafter,
@@ -17,7 +18,7 @@ from dflash_nb.bench import (
     step_flops,
     step_runner,
 )
-from dflash_nb.config import ConfigError, TrainConfig
+from dflash_nb.config import ConfigError, DflashError, TrainConfig
 from dflash_nb.passes import bench_decode, bench_pipeline, bench_target, layer_weights, target_flops
 from dflash_nb.peer import bench_peer, peer_difference, peer_root
 from dflash_nb.speed import BENCH_PARTS, BenchSession, as_geometry, bench_text, main_bench, read_sweep_option, run_bench
@@ -149,3 +150,11 @@ def test_the_peer_learns_on_our_tensors(capsys):
 def test_a_missing_peer_says_how_to_get_it(capsys):
     assert main_bench(["--runners", "eager", "--steps", "1", "--rows", "1", "--device", "cpu", "--peer", "specforge"]) == 2
     assert "pip install --no-deps specforge" in capsys.readouterr().err
+
+
+def test_a_step_whose_loss_is_not_finite_has_no_time():
+    row = dict(part="drafter", runner="graph", ms=5.4, losses=[10.9, float("nan")], norms=[3.0, 3.0])
+    with pytest.raises(DflashError, match=r"losses\[1\] of the timed step is nan \(drafter, runner graph, attention block\)"):
+        finite_row(row, "attention block")
+    good = dict(row, losses=[10.9, 10.5])
+    assert finite_row(good) is good and finite_row(dict(part="target", ms=1.0)) == dict(part="target", ms=1.0)
