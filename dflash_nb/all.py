@@ -51,6 +51,7 @@ from .dist import *
 from .nodes import *
 from .ray_arms import *
 from .recipes import *
+from .records import *
 
 # %% ../nbs/40_all.ipynb #40-all-005
 __all__ = sorted(n for n in globals() if not n.startswith("_"))
