@@ -314,6 +314,7 @@ def test_warm_ups_run_one_at_a_time():
 
 
 def compiled_side(backend="eager", **kw):
+    torch._dynamo.reset()  # what another test compiled would not be compiled again
     side = make_side(**kw)
     plain = side.model.forward
     fast = torch.compile(plain, backend=backend, fullgraph=True, dynamic=False)
