@@ -46,7 +46,7 @@ SEARCH = {
     "late target layers": dict(target_layer_ids=[8, 14, 20, 25, 28]), "noise 0.1": dict(noise=0.1)}
 
 REFINE = {"dpace": dict(weighting="dpace", gamma="auto"), "muon": dict(optimizer="muon"), "half batch": dict(token_budget=4096), "3 layers": dict(num_draft_layers=3),
-          "32 anchors a row": dict(num_anchors=32), "lr 1e-3": dict(lr=1e-3), "start from target layers": dict(init="target")}
+          "block 10": dict(block_size=10), "block 12": dict(block_size=12)}
 
 # %% ../nbs/21_recipes.ipynb #21-recipes-009
 @dataclass(frozen=True)
@@ -66,6 +66,7 @@ class RecipeStudy:
     arms: dict = field(default_factory=lambda: dict(SEARCH)) # name -> delta to the base
     rungs: tuple = ((10.0, 8), (30.0, 4)) # (seconds a run, arms that go on), then sums of those are trained for the last rung's seconds
     refine: dict = field(default_factory=lambda: dict(REFINE)) # name -> delta to the search's winner
+    refine_seconds: float = 30.0 # a run of the part `refine`; longer than a rung, since large blocks need time to pay
     samples: int = 3 # further answers to each training prompt, of the part `more`
     temperature: float = 0.7 # of those
     frontier: tuple = (25.5, 51.0, 102.0) # seconds of the winner's delta, of the part `frontier`
@@ -163,7 +164,7 @@ def nano_study(**changes)->RecipeStudy:
     "A study that runs in seconds on a CPU; its numbers mean nothing."
     base = dict(block_size=6, num_anchors=8, anchor_policy="document", row_len=128, token_budget=256, micro_rows=2, num_draft_layers=1, gamma=3.0, lr=2e-3, betas=[0.9, 0.999],
                 val_share=0.0, attention="eager", checkpoint_every=1_000_000, eval_every=1_000_000)
-    small = dict(prompts=32, answer_tokens=24, new_tokens=16, report={"gsm8k": 4}, tune={"gsm8k": 3, "mbpp": 3}, base=base, epochs=1, seconds=0.5, longer=2, seeds=(0, 1), samples=1, frontier=(0.3,), known={"gsm8k": (2, 1.0)},
+    small = dict(prompts=32, answer_tokens=24, new_tokens=16, report={"gsm8k": 4}, tune={"gsm8k": 3, "mbpp": 3}, base=base, epochs=1, seconds=0.5, longer=2, seeds=(0, 1), samples=1, refine_seconds=0.3, frontier=(0.3,), known={"gsm8k": (2, 1.0)},
                  arms={"start from target layers": dict(init="target"), "lr 4e-3": dict(lr=4e-3), "block 4": dict(block_size=4, gamma=2.0)}, rungs=((0.2, 2), (0.3, 1)))
     return replace(RecipeStudy(), **{**small, **changes})
 
@@ -443,13 +444,15 @@ def sum_arms(
 
 # %% ../nbs/21_recipes.ipynb #21-recipes-064
 def climb(
-    first:dict, # row with arm, delta and score
+    first:dict, # with arm and delta
     arms:dict, # name -> delta to `first`
     run, # (i, {name: delta}) -> rows with arm, delta and score
 )->tuple: # (all rows, best row)
-    "Greedy sums: each arm alone, then one after another those that gained."
+    "Greedy sums: each arm alone beside `first`, then one after another those that gained; raises DataError where `first` failed."
     name = lambda base, k: f"{base['arm']} + {k}"
-    rows = run(0, {name(first, k): {**first["delta"], **d} for k, d in arms.items()})
+    rows = run(0, {first["arm"]: first["delta"], **{name(first, k): {**first["delta"], **d} for k, d in arms.items()}})
+    first = next((r for r in rows if r["arm"] == first["arm"]), None)
+    if first is None: raise DataError("the arm that all others build on failed, so nothing can be compared: its error is printed above")
     made = {name(first, k): k for k in arms}
     gained = sorted((r for r in rows if r["score"] > first["score"]), key=lambda r: -r["score"])
     best, used = (gained or [first])[0], set(arms[made[gained[0]["arm"]]]) if gained else set()
@@ -483,24 +486,23 @@ def search(w:Workshop)->dict:
 
 def refine(w:Workshop)->dict:
     "Further knobs on top of the search's winner; the new winner's delta."
-    seconds = w.s.rungs[-1][0]
-    first = max((r for r in needed(w, "search")["rows"] if r["seconds"] == seconds and r.get("data") != "more"), key=lambda r: r["score"])
-    seen = []
+    found, seen, seconds = needed(w, "search"), [], w.s.refine_seconds
     def run(i, grid):
         name = f"refine-{i}"
         seen.extend(rows := [dict(r, rung="refine", seconds=seconds) for r in w.sweep(name, grid, planned_steps(w, name, grid, seconds))])
         w.save("refine_rows", seen)
         return rows
-    rows, best = climb(first, w.s.refine, run)
-    return w.save("refine", dict(rows=rows, first=first, winner=best["arm"], delta=best["delta"]))
+    rows, best = climb(dict(arm=found["winner"], delta=found["delta"]), w.s.refine, run)
+    return w.save("refine", dict(rows=rows, winner=best["arm"], delta=best["delta"]))
 
 def chosen(w):
-    "What search and, where it has run, refine have found: rows, winner, delta, data."
+    "What search and, where it has run, refine have found: rows, winner, delta, data, and the winner's score and seconds."
     found = needed(w, "search")
     with suppress(FileNotFoundError):
         finer = w.load("refine")
         found |= dict(winner=finer["winner"], delta=finer["delta"], rows=found["rows"] + finer["rows"])
-    return found
+    own = max((r for r in found["rows"] if r["arm"] == found["winner"] and r.get("data") != "more"), key=lambda r: r["seconds"])
+    return found | dict(score=own["score"], seconds=own["seconds"])
 
 def winner(w:Workshop, seeds=None, delta=None, data="train")->dict:
     "The winner of search and refine, or a given delta, for the study's seconds, every seed, reported."
@@ -511,12 +513,12 @@ def winner(w:Workshop, seeds=None, delta=None, data="train")->dict:
     finally: w.use("train")
 
 def more_answers(w:Workshop)->dict:
-    "Further answers to the same prompts: the search's winner trained on all of them for the last rung's seconds; kept where the score is higher."
+    "Further answers to the same prompts: the winner so far trained on all of them for as many seconds; kept where the score is higher. Their target pass is part of the seconds, so short runs speak against them."
     found, told = chosen(w), _sampled(w)
     w.use("more")
-    delta, seconds = found["delta"], w.s.rungs[-1][0]
+    delta, seconds = found["delta"], found["seconds"]
     rows = [dict(r, rung="more", seconds=seconds, data="more") for r in w.sweep("more", {"more answers": delta}, planned_steps(w, "more", {"more answers": delta}, seconds))]
-    better = bool(rows) and rows[0]["score"] > max(r["score"] for r in found["rows"] if r["seconds"] == seconds and r.get("data") != "more")
+    better = bool(rows) and rows[0]["score"] > found["score"]
     old = needed(w, "search")
     w.save("search", old | dict(rows=[r for r in old["rows"] if r.get("data") != "more"] + rows, data="more" if better else "train"))
     w.use("train")

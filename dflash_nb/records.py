@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['STUDY_PARTS', 'UNKNOWN', 'SCORE', 'store_records', 'load_records', 'study_state', 'shown', 'both_sides',
            'comparison_rows', 'comparison_table', 'drafters_table', 'decode_table', 'judges_table', 'zlab_lengths',
-           'judge_with_zlab', 'search_rows', 'search_table', 'plot_search', 'time_points', 'plot_time', 'main_records']
+           'judge_with_zlab', 'search_base', 'search_rows', 'search_table', 'plot_search', 'time_points', 'plot_time',
+           'main_records']
 
 # %% ../nbs/21a_records.ipynb #21a-records-001
 import argparse, importlib, importlib.metadata, json, math, statistics, time
@@ -24,7 +25,7 @@ from .stats import t_quantile
 from .target import load_target
 
 # %% ../nbs/21a_records.ipynb #21a-records-006
-STUDY_PARTS = ("prepare", "baseline", "search", "winner", "more", "frontier", "ceiling", "decode", "zlab", "compare")
+STUDY_PARTS = ("prepare", "baseline", "search", "refine", "winner", "more", "frontier", "ceiling", "decode", "zlab", "compare")
 UNKNOWN, SCORE = "not measured yet", "score (walk_tau, tuning)"
 
 def store_records(
@@ -40,7 +41,7 @@ def store_records(
     card = next((r["hardware"] for r in found.values() if "hardware" in r), UNKNOWN)
     versions = next((r["versions"] for r in found.values() if "versions" in r), {})
     for k, r in found.items():
-        changed, call = (dict(settings=json.loads(Path(settings).read_text())), f" --settings {Path(settings).name}") if settings and k == "search" else ({}, "")
+        changed, call = (dict(settings=json.loads(Path(settings).read_text())), f" --settings {Path(settings).name}") if settings and k in ("search", "refine") else ({}, "")
         call = f"python -m dflash_nb.records OUT FOLDER --judge {r.get('drafter')}" if k == "zlab" else f"python -m dflash_nb.recipes {k} --target {target} --prompts PROMPTS --out OUT{call}"
         day = time.strftime("%Y-%m-%d", time.gmtime((Path(out)/f"{k}.json").stat().st_mtime))
         head = dict(part=k, command=call, date=r.get("date", day), hardware=r.get("hardware", card),
@@ -185,12 +186,20 @@ def judge_with_zlab(
     return told
 
 # %% ../nbs/21a_records.ipynb #21a-records-023
+def search_base(
+    parts:dict, # of `load_records`
+    part:str="search", # or refine
+)->str: # name of an arm
+    "The arm that gains are measured against: the base of the search; the search's winner, trained as long, of refine."
+    return "the base" if part == "search" else next((r["arm"] for r in parts.get(part, {}).get("rows", [])), "")
+
 def search_rows(
     parts:dict, # of `load_records`
+    part:str="search", # or refine
 )->list: # dicts, one a run: its gain over the base of the same seconds
     "Every run of the search; gain = score / score of the base - 1, with a 95% t interval over the prompt sets."
-    rows, out = parts.get("search", {}).get("rows", []), []
-    base = {r["seconds"]: r["walk_tau"] for r in rows if r["arm"] == "the base"}
+    rows, out = parts.get(part, {}).get("rows", []), []
+    base = {r["seconds"]: r["walk_tau"] for r in rows if r["arm"] == search_base(parts, part)}
     for r in rows:
         logs = [math.log(r["walk_tau"][k] / v) for k, v in base[r["seconds"]].items()]
         mean, half = statistics.fmean(logs), t_quantile(.975, len(logs) - 1) * statistics.stdev(logs) / math.sqrt(len(logs)) if len(logs) > 1 else math.nan
@@ -199,14 +208,15 @@ def search_rows(
 
 def search_table(
     parts:dict, # of `load_records`
+    part:str="search", # or refine
 ): # DataFrame, a row an arm: those that went furthest first
     "Every arm: steps and measured seconds, score, gain over the base in each rung; empty where it was not kept."
     import pandas as pd
-    rows = search_rows(parts)
+    rows = search_rows(parts, part)
     if not rows: return pd.DataFrame([dict(arm=UNKNOWN)]).set_index("arm")
     made = {}
     for r in rows:
-        gain = "" if r["arm"] == "the base" else f"{r['gain']:+.1%} [{r['low']:+.1%}, {r['high']:+.1%}]"
+        gain = "" if r["arm"] == search_base(parts, part) else f"{r['gain']:+.1%} [{r['low']:+.1%}, {r['high']:+.1%}]"
         made.setdefault(r["arm"], {}).update({f"{r['seconds']:g} s: {n}": v for n, v in {"steps": f"{r['steps']} in {r['train_s']:.1f} s", "score": f"{r['score']:.3f}", "gain": gain}.items()})
     last = {r["arm"]: (r["seconds"], r["score"]) for r in rows}
     frame = pd.DataFrame([dict(arm=k, **made[k]) for k in sorted(made, key=lambda k: last[k], reverse=True)]).set_index("arm")

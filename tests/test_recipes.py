@@ -176,10 +176,10 @@ def test_sums_leave_out_a_knob_that_is_set_twice():
 
 @pytest.mark.slow
 def test_all_parts_by_command_then_again(shop, capsys, monkeypatch):
-    arms = dict(arms={"lr 4e-3": dict(lr=4e-3)}, refine={"block 4": dict(block_size=4)})
+    arms = dict(arms={"lr 4e-3": dict(lr=4e-3)}, refine={"block 4": dict(block_size=4)}, refine_seconds=0.01)
     short = replace(shop.s, seconds=0.01, rungs=((0.01, 1), (0.01, 1)), frontier=(0.01,), **arms)
     monkeypatch.setattr(recipes, "nano_study", lambda: short)
-    parts = ["baseline", "search", "refine", "winner", "ceiling", "decode", "compare"]
+    parts = ["baseline", "search", "refine", "more", "winner", "frontier", "ceiling", "decode", "compare"]
     line = [*parts, "--target", "nano", "--prompts", "nowhere", "--out", str(shop.out), "--settings", "nano", "--device", "cpu"]
     more, read = line[len(parts):], lambda name: json.loads((shop.out / f"{name}.json").read_text())
     assert main_recipes(["winner", *more, "--reports", "only", "--delta", "{}"]) == 2  # nothing is trained yet
