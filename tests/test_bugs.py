@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import nbformat
@@ -122,16 +123,34 @@ def test_a_gpu_record_adds_to_the_index(tmp_path, monkeypatch):
     assert "card" in bugs.gpu_line(bugs.gpu_record("01_x"))
 
 
-@pytest.mark.slow
-@book
-def test_slow_cells_run_as_a_rehearsal(path, tmp_path):
+def rehearse(path, folder):
     "All CPU cells, the slow ones with few steps, in a copy whose outputs are thrown away."
-    if not any(c.source.startswith("#| slow") for c in cells(path)):
-        pytest.skip("no slow cell")
-    copy = tmp_path / path.name
+    copy = folder / path.name
     copy.write_text(path.read_text())
     code = ("import sys; sys.path.insert(0, 'tests'); import re, nb_outputs; "
             "nb_outputs.SKIP = re.compile(r'^#\\s*\\|\\s*(cuda|multigpu|eval:\\s*false)\\b'); "
             f"sys.exit(0 if nb_outputs.execute({str(copy)!r}, timeout=600) else 1)")
-    out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=os.environ | {"DFLASH_SMOKE": "1"}, capture_output=True, text=True)
+    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=os.environ | {"DFLASH_SMOKE": "1"}, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def rehearsals(request, tmp_path_factory):
+    "Those of all chosen notebooks, two at a time."
+    name = "test_slow_cells_run_as_a_rehearsal"
+    paths = [i.callspec.params["path"] for i in request.session.items if getattr(i, "originalname", "") == name]
+    pool = ThreadPoolExecutor(2)
+    yield {p: pool.submit(rehearse, p, tmp_path_factory.mktemp("bugs")) for p in paths if has_slow_cell(p)}
+    pool.shutdown(cancel_futures=True)
+
+
+def has_slow_cell(path):
+    return any(c.source.startswith("#| slow") for c in cells(path))
+
+
+@pytest.mark.slow
+@book
+def test_slow_cells_run_as_a_rehearsal(path, rehearsals):
+    if not has_slow_cell(path):
+        pytest.skip("no slow cell")
+    out = rehearsals[path].result(timeout=800)
     assert out.returncode == 0, out.stdout[-2000:]
