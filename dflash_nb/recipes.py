@@ -571,6 +571,8 @@ def _trained_and_reported(w, name, delta, steps, seeds, data="train"):
     if w.reports != "only": w.save(name, made)
     for seed in seeds:
         if any(r["seed"] == seed for r in made["runs"]): continue
+        if w.reports == "only" and not (w.out/"sweeps"/f"{name}-{seed}"/"arms"/folder_name("base")/f"seed-{seed}"/"result.json").exists():
+            raise DataError(f"seed {seed} of {name} is not trained in {w.out}: run the part {name} with --reports later first")
         for r in w.sweep(f"{name}-{seed}", {name: delta}, made["steps"], (seed,)):
             if w.reports == "later": continue
             full = dict(r, **reported(w, r))
@@ -651,6 +653,8 @@ def run_recipes(args):
     "What the command does; raises ConfigError, DataError or StudyStopped."
     try: s = nano_study() if args.settings == "nano" else replace(STUDY, **(json.loads(Path(args.settings).read_text()) if args.settings else {}))
     except (OSError, ValueError, TypeError) as e: raise ConfigError(f"--settings {args.settings}: {e}") from None
+    odd = [x for x in args.parts if x not in ("prepare", "baseline", "winner", "ceiling")]
+    if args.reports != "now" and odd: raise ConfigError(f"--reports {args.reports} with {', '.join(odd)}: it is for baseline, winner and ceiling; give the other parts a command of their own")
     start = time.perf_counter()
     target = load_target(args.target, device=args.device, dtype=args.dtype)
     print(f"{target} in {time.perf_counter() - start:.1f} s", flush=True)

@@ -46,7 +46,9 @@ def store_records(
         day = time.strftime("%Y-%m-%d", time.gmtime((Path(out)/f"{k}.json").stat().st_mtime))
         head = dict(part=k, command=call, date=r.get("date", day), hardware=r.get("hardware", card),
                     versions=r.get("versions", versions) | (dict(dflash_nb=code) if code else {}), seeds=sorted({x["seed"] for x in r.get("runs", r.get("rows", [])) if "seed" in x}))
-        write_json(Path(folder)/f"{prefix}_{k}.json", head | changed | {n: v for n, v in _without_paths(r, target).items() if n not in head})
+        told = {n: v for n, v in r.items() if n not in head}
+        if isinstance(told.get("calls"), list): told["calls"] = [{n: v for n, v in c.items() if n != "command"} for c in told["calls"]]
+        write_json(Path(folder)/f"{prefix}_{k}.json", head | changed | _without_paths(told, target))
     return list(found)
 
 def _without_paths(x, target):

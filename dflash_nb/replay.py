@@ -130,7 +130,8 @@ class Replay:
             except BaseException: self.close(); raise
 
     def _record(self):
-        if self.graphs and self.device.type == "cuda": self.stream, self.pool = private_stream(self.device), GraphMemory(self.device)
+        if self.graphs and self.device.type == "cuda":
+            with _ALONE: self.pool, self.stream = GraphMemory(self.device), private_stream(self.device)
         with recorder(self.device, self.pool, self.stream) as record:
             self.plain = record(self._plain_step)
             self.fast = record(self._fast_step) if self.own else None

@@ -486,6 +486,7 @@ def save_checkpoint(
     state = dict(config=t.cfg.to_dict(), config_hash=t.cfg.hash(), data=t.data_id, target=t.target.name, batches=t.step, skipped=t.skipped, best=t.best, versions=software_versions(), processes=t.group.size)
     with t.in_stage("checkpoint"):
         drafter, optimizer = t.line.lead.state()  # where it is in parts, all processes bring theirs
+        t.group.check()  # what an aborted collective has brought is worth nothing
         if t.group.rank: t.saved = root/f"step-{t.step:08d}"; return None
         t.saved = save_state(root, t.step, drafter, optimizer, state, best=best)
     if t.log:
