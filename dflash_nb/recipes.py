@@ -338,9 +338,11 @@ def time_limit(w, path):
     finally: over.set()
 
 # %% ../nbs/21_recipes.ipynb #21-recipes-045
+def run_folder(path, arm, seed): return path/"arms"/folder_name(arm)/f"seed-{seed}"
+
 def _scored(w, path, folder, name, seed, delta):
     "The row of one run, scored once; None where it has not ended."
-    run = path/"arms"/folder_name(folder)/f"seed-{seed}"
+    run = run_folder(path, folder, seed)
     if not (run/"result.json").exists(): return None
     if (run/"scored.json").exists(): return json.loads((run/"scored.json").read_text())
     rows, cfg = read_rows(run/"rows.jsonl") if (run/"rows.jsonl").exists() else [], filled(w, w.config(delta))
@@ -385,6 +387,11 @@ def report_drafter(
     return dict(sets=sets, speed=speed, block=drafter.cfg.block_size, new_tokens=w.s.new_tokens)
 
 # %% ../nbs/21_recipes.ipynb #21-recipes-048
+def summed(reports, k, first=None):
+    "Tokens emitted and calls of each of a set's first prompts, over all reports: a prompt is one unit, whatever the seeds."
+    return [np.sum([r["sets"][k][n][:first] for r in reports], 0) for n in ("emitted", "prompt_calls")]
+
+# %% ../nbs/21_recipes.ipynb #21-recipes-063
 def comparison(
     base:list, ours:list, # reports of each seed
     level:float=.95, # of all sets together
@@ -392,11 +399,10 @@ def comparison(
     "Both taus with intervals over prompts, the paired difference with one over seeds and prompts."
     out, sets = [], list(base[0]["sets"])
     part = lambda reports, k: ratio_values(*(np.array([r["sets"][k][n] for r in reports], float) for n in ("emitted", "prompt_calls")))
-    pool = lambda reports, k: [np.sum([r["sets"][k][n] for r in reports], 0) for n in ("emitted", "prompt_calls")]  # a prompt is one unit, whatever the seeds
     for k in sets:
         d = compare_arms({"base": part(base, k), "ours": part(ours, k)}, "base", 1 - (1 - level) / len(sets))["ours"]
         row = dict(set=k, prompts=d.prompts, seeds=d.seeds, difference=d.mean, low=d.low, high=d.high)
-        for name, reports in (("baseline", base), ("ours", ours)): row |= {name: statistics.fmean(r["sets"][k]["tau"] for r in reports), f"{name}_interval": tau_interval(*pool(reports, k))}
+        for name, reports in (("baseline", base), ("ours", ours)): row |= {name: statistics.fmean(r["sets"][k]["tau"] for r in reports), f"{name}_interval": tau_interval(*summed(reports, k))}
         out.append(row)
     return out
 
@@ -486,12 +492,10 @@ def search(w:Workshop)->dict:
 
 def refine(w:Workshop)->dict:
     "Further knobs on top of the search's winner; the new winner's delta."
-    found, seen, seconds = needed(w, "search"), [], w.s.refine_seconds
+    found, seconds = needed(w, "search"), w.s.refine_seconds
     def run(i, grid):
         name = f"refine-{i}"
-        seen.extend(rows := [dict(r, rung="refine", seconds=seconds) for r in w.sweep(name, grid, planned_steps(w, name, grid, seconds))])
-        w.save("refine_rows", seen)
-        return rows
+        return [dict(r, rung="refine", seconds=seconds) for r in w.sweep(name, grid, planned_steps(w, name, grid, seconds))]
     rows, best = climb(dict(arm=found["winner"], delta=found["delta"]), w.s.refine, run)
     return w.save("refine", dict(rows=rows, winner=best["arm"], delta=best["delta"]))
 
@@ -571,7 +575,7 @@ def _trained_and_reported(w, name, delta, steps, seeds, data="train"):
     if w.reports != "only": w.save(name, made)
     for seed in seeds:
         if any(r["seed"] == seed for r in made["runs"]): continue
-        if w.reports == "only" and not (w.out/"sweeps"/f"{name}-{seed}"/"arms"/folder_name("base")/f"seed-{seed}"/"result.json").exists():
+        if w.reports == "only" and not (run_folder(w.out/"sweeps"/f"{name}-{seed}", "base", seed)/"result.json").exists():
             raise DataError(f"seed {seed} of {name} is not trained in {w.out}: run the part {name} with --reports later first")
         for r in w.sweep(f"{name}-{seed}", {name: delta}, made["steps"], (seed,)):
             if w.reports == "later": continue
@@ -583,7 +587,7 @@ def _trained_and_reported(w, name, delta, steps, seeds, data="train"):
             w.save(name, made)
     return made
 
-# %% ../nbs/21_recipes.ipynb #21-recipes-063
+# %% ../nbs/21_recipes.ipynb #21-recipes-069
 def needed(w, name):
     "What an earlier part has written; raises DataError where it has not run."
     try: return w.load(name)
@@ -603,25 +607,32 @@ def decode_speed(w:Workshop, source=None, prompts=60, eager=8)->dict:
 
 def compare_parts(w:Workshop)->dict:
     "Baseline, ours, difference and interval by set; the ceiling and the share of the gap that was closed."
-    base, ours = ({r["seed"]: r for r in needed(w, k)["runs"]} for k in ("baseline", "winner"))
-    both = sorted(base.keys() & ours.keys())
-    if not both: raise DataError("baseline and winner share no seed: train one of each")
-    base, ours = [base[s] for s in both], [ours[s] for s in both]
+    base, ours = both_sides({k: needed(w, k) for k in ("baseline", "winner")})
+    if not ours: raise DataError("baseline and winner share no seed: train one of each")
     table = comparison(base, ours)
     for row in table: row |= known_prompts(w, base, row["set"])
     with suppress(OSError):
         top = w.load("ceiling")["runs"][0]
-        for row in table:
-            row["ceiling"] = top["sets"][row["set"]]["tau"]
-            gap = row["ceiling"] - row["baseline"]
-            row["gap_closed"] = (row["ours"] - row["baseline"]) / gap if gap else None
+        for row in table: row |= under_ceiling(row, top)
     return w.save("compare", dict(table=table, seconds=dict(baseline=[r["train_s"] for r in base], winner=[r["train_s"] for r in ours])))
+
+def both_sides(parts):
+    "Reports of baseline and winner, of the seeds that both have; those of the baseline alone where they share none."
+    base, ours = ({r["seed"]: r for r in parts.get(k, {}).get("runs", [])} for k in ("baseline", "winner"))
+    seeds = sorted(base.keys() & ours.keys()) or sorted(base)
+    return [base[s] for s in seeds], [ours[s] for s in seeds if s in ours]
+
+def under_ceiling(row, top):
+    "The ceiling's tau for a row of `comparison`, and the share of the way there that ours has gone."
+    tau = top["sets"][row["set"]]["tau"]
+    gap = tau - row["baseline"]
+    return dict(ceiling=tau, gap_closed=(row["ours"] - row["baseline"]) / gap if gap and "ours" in row else None)
 
 def known_prompts(w, reports, name):
     "The first prompts of a set as a known run had them: our tau with its interval beside the known one."
     n, tau = w.s.known.get(name, (0, None))
     if not n: return {}
-    emitted, calls = (np.sum([r["sets"][name][k][:n] for r in reports], 0) for k in ("emitted", "prompt_calls"))
+    emitted, calls = summed(reports, name, n)
     return dict(first=n, first_tau=pooled_tau(emitted, calls), first_interval=tau_interval(emitted, calls), known_tau=tau)
 
 # %% ../nbs/21_recipes.ipynb #21-recipes-067

@@ -20,7 +20,7 @@ from .sides import DrafterSide, prepare_runner
 # %% ../nbs/19c_shard.ipynb #19c-shard-007
 gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-def _reduce_scatter(out, value, **how): return (getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor)(out, value, **how)
+_reduce_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 class _Collective:
     "What FSDP2 calls instead of its own; the parts meet only inside a step of `side`."
@@ -38,7 +38,7 @@ class Gathers(_Collective):
 class OrderedSums(_Collective):
     "Of [size*n] in every process the sum of its own part [n], added in the order of the ranks."
     def __call__(self, output_tensor, input_tensor, group=None, op=None, async_op=False):
-        if not self.side.group.ordered: return self._run(_reduce_scatter, output_tensor, input_tensor)
+        if not self.side.group.ordered: return self._run(_reduce_flat, output_tensor, input_tensor)
         got = torch.empty_like(input_tensor)
         self._run(dist.all_to_all_single, got, input_tensor)
         first, *others = got.view(self.side.group.size, -1)
